@@ -1,0 +1,1 @@
+"""Why not? Stacks, rank classes, signatures, evidence, triage, verdict."""

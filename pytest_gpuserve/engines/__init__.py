@@ -1,0 +1,52 @@
+"""How to start it: one file an engine, found by name. Others register under the entry-point group below."""
+
+from __future__ import annotations
+
+from importlib import import_module
+from importlib.metadata import entry_points
+from typing import cast
+
+from ..errors import EngineError
+from .base import Engine, Launch, LogGrammar, PhaseRule, ProcessRole, Rank, ReadyProbe
+
+__all__ = [
+    "ENTRY_POINT_GROUP",
+    "Engine",
+    "Launch",
+    "LogGrammar",
+    "PhaseRule",
+    "ProcessRole",
+    "Rank",
+    "ReadyProbe",
+    "engine_names",
+    "get_engine",
+]
+
+ENTRY_POINT_GROUP = "pytest_gpuserve.engines"
+"""A distribution adds an engine by an entry point of this group whose object is an :class:`Engine` instance."""
+
+_BUILT_IN = ("sim", "command", "sglang", "vllm")
+
+
+def engine_names() -> tuple[str, ...]:
+    """Names of every engine that can be asked for, built in or registered."""
+    return (
+        *_BUILT_IN,
+        *sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - set(_BUILT_IN)),
+    )
+
+
+def get_engine(name: str) -> Engine:
+    """The adapter called ``name``.
+
+    Raises:
+        EngineError: there is none; the message lists those there are.
+    """
+    if name in _BUILT_IN:
+        return cast(Engine, import_module(f".{name}", __package__).ENGINE)
+    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
+        return cast(Engine, entry.load())
+    raise EngineError(
+        f"there is no engine called {name!r}. Known engines: {', '.join(engine_names())}. Change engine= in the "
+        f"gpuserve mark, or install the package that provides it (entry-point group {ENTRY_POINT_GROUP!r})."
+    )

@@ -1,0 +1,1 @@
+"""Which change? Axes, cells, conclusion, search, bisect: pure algorithms, no I/O."""

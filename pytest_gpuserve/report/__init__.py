@@ -1,0 +1,1 @@
+"""Tell people: incidents, bundle, redaction, text."""

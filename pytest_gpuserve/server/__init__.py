@@ -1,0 +1,1 @@
+"""Keep it alive: supervisor, lifecycle, readiness, ports and leases."""

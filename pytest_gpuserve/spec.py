@@ -1,0 +1,231 @@
+"""ServerSpec: which server a test wants. A frozen value; two equal keys are one server."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, replace
+from typing import Any
+
+from .errors import SpecError
+
+Scalar = str | int | float | bool | None
+
+SPEC_KEYS = ("engine", "model", "tp", "axes", "args", "env", "command", "ready", "python", "cwd")
+"""What a mark, a named spec or ``--gpuserve-set`` may say; the axes of AXES are accepted at the top level too."""
+
+AXES = (
+    "spec_decode",
+    "cuda_graph",
+    "attention_backend",
+    "custom_all_reduce",
+    "overlap",
+    "kv_cache_dtype",
+    "moe_runner",
+    "sampling_backend",
+    "nccl_p2p",
+    "log_level",
+    "jit_cache",
+)
+"""Axes of an isolation matrix, in the order of ids. What each engine makes of them is engines/'s business."""
+
+_UNSAFE = re.compile(r"[^a-z0-9._]+")
+
+
+@dataclass(frozen=True, slots=True, order=True)
+class AxisValue:
+    """One value of one axis: ``eagle3``, or ``eagle3`` with details such as draft_model and num_steps."""
+
+    name: str
+    details: tuple[tuple[str, Scalar], ...] = ()
+
+    @classmethod
+    def parse(cls, axis: str, value: object) -> AxisValue:
+        """From what a user writes: ``"eagle3"``, ``False`` (off), or ``{"eagle3": {"num_steps": 3}}``.
+
+        Raises:
+            SpecError: the value is none of these.
+        """
+        if isinstance(value, AxisValue):
+            return value
+        if isinstance(value, bool):
+            return cls("on" if value else "off")
+        if isinstance(value, (str, int)):
+            return cls(str(value))
+        if isinstance(value, Mapping) and len(value) == 1:
+            ((name, details),) = value.items()
+            if isinstance(details, Mapping) and all(isinstance(v, Scalar) for v in details.values()):
+                return cls(str(name), tuple(sorted((str(k), v) for k, v in details.items())))
+        raise SpecError(
+            f'axis {axis!r} cannot be {value!r}: write a name ("eagle3") or one name with its details '
+            f'({{"eagle3": {{"num_steps": 3}}}}).'
+        )
+
+    @property
+    def detail(self) -> dict[str, Scalar]:
+        return dict(self.details)
+
+
+@dataclass(frozen=True, slots=True)
+class ServerSpec:
+    """Everything that decides what is launched, and nothing else (budgets and limits live elsewhere).
+
+    Attributes:
+        engine: name of an adapter in engines/.
+        model: path or hub id, as the engine takes it; None for engines that need none.
+        tp: tensor-parallel size = number of GPUs.
+        axes: (axis, value) sorted as in AXES.
+        args: (flag, value) added to the engine's argv; None or True is a bare flag, False removes the flag.
+        env: (name, value) added to the server's environment.
+        command: argv template for the ``command`` engine, with ``{port}``, ``{host}``, ``{model}``, ``{tp}``.
+        ready: URL path that answers 200 when the server is ready; None is the engine's own.
+        python: interpreter that runs the engine; None is the one that runs pytest.
+        cwd: working directory of the server; None is pytest's.
+    """
+
+    engine: str
+    model: str | None = None
+    tp: int = 1
+    axes: tuple[tuple[str, AxisValue], ...] = ()
+    args: tuple[tuple[str, Scalar], ...] = ()
+    env: tuple[tuple[str, str], ...] = ()
+    command: tuple[str, ...] = ()
+    ready: str | None = None
+    python: str | None = None
+    cwd: str | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for two specs exactly when one server serves both. 16 hex digits, stable between runs."""
+        return hashlib.sha256(json.dumps(self.to_json(), sort_keys=True).encode()).hexdigest()[:16]
+
+    @property
+    def id(self) -> str:
+        """Readable and stable: ``sglang-tp8-eagle3-cuda_graph_off-triton``; characters a-z 0-9 . _ -."""
+        parts = [self.engine, f"tp{self.tp}"]
+        for axis, value in self.axes:
+            bare = axis in ("spec_decode", "attention_backend")
+            parts.append(value.name if bare else f"{axis}_{value.name}")
+        return "-".join(_UNSAFE.sub("_", part.lower()) for part in parts)
+
+    @property
+    def traits(self) -> frozenset[str]:
+        """Bare marks of this spec (closed list, plugin/marks.py): ``eagle3``, ``cuda_graph_off``, ``attn_triton``."""
+        values = {axis: value.name for axis, value in self.axes}
+        found: set[str] = set()
+        decode = values.get("spec_decode", "base")
+        found.add("spec_base" if decode in ("base", "off", "none") else decode)
+        if graph := values.get("cuda_graph"):
+            found.add("cuda_graph_off" if graph == "off" else "cuda_graph_on")
+        if backend := values.get("attention_backend"):
+            found.add("attn_" + _UNSAFE.sub("_", backend.lower()))
+        return frozenset(found)
+
+    def axis(self, name: str) -> AxisValue | None:
+        return dict(self.axes).get(name)
+
+    def with_axes(self, changes: Mapping[str, AxisValue]) -> ServerSpec:
+        """A copy with some axes set."""
+        return replace(self, axes=_sort_axes({**dict(self.axes), **changes}))
+
+    def to_json(self) -> dict[str, Any]:
+        """A JSON object that :meth:`from_mapping` reads back to an equal spec."""
+        return {
+            "engine": self.engine,
+            "model": self.model,
+            "tp": self.tp,
+            "axes": {axis: ({v.name: v.detail} if v.details else v.name) for axis, v in self.axes},
+            "args": dict(self.args),
+            "env": dict(self.env),
+            "command": list(self.command),
+            "ready": self.ready,
+            "python": self.python,
+            "cwd": self.cwd,
+        }
+
+    @classmethod
+    def from_mapping(cls, values: Mapping[str, object], *, source: str = "the gpuserve mark") -> ServerSpec:
+        """Build a spec from what a mark, a named spec or JSON says; ``source`` is named in errors.
+
+        Raises:
+            SpecError: an unknown key, a wrong type, or no engine.
+        """
+        values = dict(values)
+        axes_in = values.pop("axes", None) or {}
+        if not isinstance(axes_in, Mapping):
+            raise SpecError(f"{source}: axes must be a mapping of axis to value, not {axes_in!r}.")
+        axes = {str(k): AxisValue.parse(str(k), v) for k, v in axes_in.items()}
+        for axis in AXES:
+            if values.get(axis) is not None:
+                axes[axis] = AxisValue.parse(axis, values.pop(axis))
+            else:
+                values.pop(axis, None)
+        if unknown := sorted(set(values) - set(SPEC_KEYS)):
+            raise SpecError(
+                f"{source}: unknown option {', '.join(map(repr, unknown))}. "
+                f"Known: {', '.join(k for k in SPEC_KEYS)}; axes: {', '.join(AXES)}."
+            )
+        engine = values.get("engine")
+        if not isinstance(engine, str) or not engine:
+            raise SpecError(
+                f'{source} names no engine: add engine="sglang" (or vllm, sim, command ...) to '
+                f"@pytest.mark.gpuserve, or set gpuserve_engine in the pytest configuration."
+            )
+        tp = values.get("tp", 1)
+        if isinstance(tp, str) and tp.isdigit():
+            tp = int(tp)
+        if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
+            raise SpecError(f"{source}: tp must be a whole number of GPUs, 1 or more, not {tp!r}.")
+        command = values.get("command") or ()
+        if isinstance(command, str) or not isinstance(command, Sequence):
+            raise SpecError(f"{source}: command must be a list of arguments (no shell), not {command!r}.")
+        return cls(
+            engine=engine,
+            model=_text(values.get("model"), "model", source),
+            tp=tp,
+            axes=_sort_axes(axes),
+            args=tuple(sorted(_scalars(values.get("args"), "args", source).items())),
+            env=tuple(
+                sorted((k, "" if v is None else str(v)) for k, v in _scalars(values.get("env"), "env", source).items())
+            ),
+            command=tuple(map(str, command)),
+            ready=_text(values.get("ready"), "ready", source),
+            python=_text(values.get("python"), "python", source),
+            cwd=_text(values.get("cwd"), "cwd", source),
+        )
+
+
+def merge(*layers: Mapping[str, object]) -> dict[str, object]:
+    """Join layers, later ones stronger: scalars replace, ``args``, ``env`` and ``axes`` merge by key."""
+    result: dict[str, object] = {}
+    for layer in layers:
+        for key, value in layer.items():
+            old = result.get(key)
+            if key in ("args", "env", "axes") and isinstance(value, Mapping) and isinstance(old, Mapping):
+                result[key] = {**old, **value}
+            else:
+                result[key] = value
+    return result
+
+
+def _sort_axes(axes: Mapping[str, AxisValue]) -> tuple[tuple[str, AxisValue], ...]:
+    order = {axis: n for n, axis in enumerate(AXES)}
+    return tuple(sorted(axes.items(), key=lambda pair: (order.get(pair[0], len(AXES)), pair[0])))
+
+
+def _text(value: object, key: str, source: str) -> str | None:
+    if value is None or isinstance(value, str):
+        return value or None
+    if hasattr(value, "__fspath__"):
+        return str(value)
+    raise SpecError(f"{source}: {key} must be text, not {value!r}.")
+
+
+def _scalars(value: object, key: str, source: str) -> dict[str, Scalar]:
+    if value is None:
+        return {}
+    if isinstance(value, Mapping) and all(isinstance(v, Scalar) for v in value.values()):
+        return {str(k): v for k, v in value.items()}
+    raise SpecError(f"{source}: {key} must map names to plain values, not {value!r}.")

@@ -1,0 +1,1 @@
+"""Is it moving? Progress signals, phases per rank, budgets."""
