@@ -1,0 +1,40 @@
+"""The ``gpuserve`` command: one file a subcommand, each with ``configure(parser)`` and ``run(arguments) -> int``."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+from collections.abc import Sequence
+from importlib import import_module
+
+from .. import __version__
+from ..errors import GpuserveError
+
+COMMANDS: dict[str, str] = {
+    "explain": "read a log, stack dumps or a bundle, and say what happened",
+    "dump": "take the stacks of every process of a live server",
+}
+"""Subcommand and its line of help; the module of the same name beside this one does the work."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Entry point of the console script. Returns the exit code; 2 is a usage error."""
+    argv = sys.argv[1:] if argv is None else list(argv)
+    parser = argparse.ArgumentParser(prog="gpuserve", description="Test, watch and diagnose GPU inference servers.")
+    parser.add_argument("--version", action="version", version=__version__)
+    commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
+    wanted = next((word for word in argv if word in COMMANDS), None)
+    for name, text in COMMANDS.items():
+        sub = commands.add_parser(name, help=text, description=text)
+        if name == wanted:  # only the module that will run is imported
+            module = import_module(f".{name}", __name__)
+            module.configure(sub)
+            sub.set_defaults(run=module.run)
+    arguments = parser.parse_args(argv)
+    try:
+        return int(arguments.run(arguments))
+    except GpuserveError as error:
+        print(f"gpuserve: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 141

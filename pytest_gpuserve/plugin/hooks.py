@@ -1,0 +1,1 @@
+"""Every hook of the plugin, each a line or two of delegation."""
