@@ -18,7 +18,7 @@ ClassKind = Literal["cause", "waits", "idle", "other"]
 
 @dataclass(frozen=True, slots=True)
 class Frame:
-    """One frame. ``file`` is the path as dumped; ``line`` is None where unknown; ``module`` is a .so for native frames."""
+    """One frame. ``file`` as dumped; ``line`` None where unknown; ``module`` is a .so for native frames."""
 
     name: str
     file: str
