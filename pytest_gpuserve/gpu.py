@@ -188,8 +188,9 @@ class Sampler:
         if module is None or module.origin is None:
             return Reading((), "The Python package nvidia-ml-py is not installed, so NVML cannot be asked.")
         deadline = time.monotonic() + limit
-        if self._process is None or self._process.poll() is not None:
-            self._process = self._start(module.origin)
+        if self._process is not None and self._process.poll() is not None:
+            self._end()
+        self._process = self._process or self._start(module.origin)
         try:
             line = self._exchange(self._process, json.dumps({"limit": limit * 0.7}).encode() + b"\n", deadline)
         except OSError as error:
