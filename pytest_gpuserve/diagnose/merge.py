@@ -1,0 +1,324 @@
+"""Many stacks to few classes: which ranks are in the same place, and which are not.
+
+Classes are formed inside a role and a parallel group (roles differ on purpose, pipeline stages too), from the path of
+each process's telling thread, without line numbers; over several rounds the place seen most often counts, so that one
+sample in the middle of a step does not make an outlier. After LLNL's STAT.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter, defaultdict
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from functools import cached_property
+from typing import Any
+
+from ..procfs import ProcessId
+from .model import ClassKind, Frame, ProcessDump, RankClass, ThreadStack
+from .signatures import Match, Signature, folded, last_name, match
+
+SILENT_ROLES = frozenset({"compiler", "helper"})
+"""Roles whose stacks say nothing: counted, not classed."""
+
+_IDLE_NAMES = re.compile(
+    r"(?i)tqdm|heartbeat|monitor|watchdog|resource_tracker|pydevd|IOLoop|asyncio_\d|ThreadPoolExecutor|QueueFeeder|"
+    r"QueueManagement|uvicorn|prometheus|otel|grpc|usage|zmq|mq-client|output_handler|AnyIO worker|InductorSubproc|"
+    r"subproc_worker_timer|process_(?:in|out)put_sockets|WorkerAsyncOutput|signal-callback|_read_thread"
+)
+_IDLE_LEAVES = frozenset(
+    {
+        ("threading.py", "wait"),
+        ("threading.py", "_wait_for_tstate_lock"),
+        ("queue.py", "get"),
+        ("thread.py", "_worker"),
+        ("selectors.py", "select"),
+        ("_monitor.py", "run"),
+        ("popen_fork.py", "poll"),
+        ("connection.py", "poll"),
+        ("connection.py", "_recv"),
+        ("connection.py", "recv"),
+    }
+)
+_LOCAL_WAITS = frozenset({"threading.py", "queue.py", "_base.py", "futures.py", "synchronize.py", "queues.py"})
+_KERNEL_STATES = {"T": "stopped", "Z": "dead", "X": "dead"}
+
+
+def place(frame: Frame) -> str:
+    """``function (dir/file.py)``: how a frame is written in paths and texts."""
+    if frame.native:
+        return f"{last_name(frame.name)} ({(frame.module or '').rpartition('/')[2]})"
+    return f"{frame.name} ({'/'.join(frame.file.split('/')[-2:])})"
+
+
+def _key(frames: Sequence[Frame]) -> tuple[str, ...]:
+    """Root first, comparable between dumpers: no lines, no class names, no directories."""
+    python = [f for f in frames if not f.native] or list(frames)
+    return tuple(f"{last_name(f.name)} ({(f.module or f.file).rpartition('/')[2]})" for f in reversed(python))
+
+
+def is_idle(thread: ThreadStack) -> bool:
+    """True for side threads that wait by design: progress bars, watchdogs, pools, I/O threads."""
+    frames = [f for f in folded(thread.frames) if not f.native]
+    if not frames:
+        return True
+    if thread.main or thread.owns_gil:
+        return False
+    if _IDLE_NAMES.search(thread.name or ""):
+        return True
+    if thread.active:
+        return False
+    leaf = frames[0]
+    simple = (leaf.file.rpartition("/")[2], last_name(leaf.name)) in _IDLE_LEAVES and len(frames) <= 3
+    return simple or len(frames) == 1
+
+
+def telling(dump: ProcessDump) -> tuple[ThreadStack | None, Match | None]:
+    """The thread that says where a process is, and the signature found in it.
+
+    The main thread, unless it only waits for another thread of its process (a queue, a future) while that one works.
+    """
+    main = dump.main
+    if main is None:
+        return None, None
+    found = match(main)
+    frames = [f for f in folded(main.frames) if not f.native]
+    waits_inside = bool(frames) and frames[0].file.rpartition("/")[2] in _LOCAL_WAITS
+    if found and (found.signature.kind == "idle" or not waits_inside):
+        return main, found
+    others = [(t, match(t)) for t in dump.threads if t is not main and not is_idle(t)]
+    holders = [(t, m) for t, m in others if t.owns_gil and m and m.signature.gil]
+    if holders:
+        return holders[0]
+    if waits_inside and not found:
+        best = max(
+            others, key=lambda pair: (bool(pair[1]), bool(pair[0].active), len(pair[0].frames)), default=(main, None)
+        )
+        if best[1] or best[0].active:
+            return best
+    return main, found
+
+
+@dataclass(frozen=True, slots=True)
+class Member:
+    """One process over all rounds.
+
+    Attributes:
+        label: unique; the rank's label where it is a rank.
+        key: comparable path, root first; ``frames`` is one of its stacks, leaf first, cut and folded.
+        condition: "stopped" (SIGSTOP), "dead" (zombie or gone), "" otherwise.
+        moving: its telling thread was seen at different lines.
+        cpu: cores used between the first and the last round; None for one round.
+        read: bytes per second read between the rounds; None where unknown.
+        facts: /proc facts of the last round.
+    """
+
+    label: str
+    role: str
+    group: str
+    process: ProcessId
+    title: str
+    key: tuple[str, ...]
+    frames: tuple[Frame, ...]
+    kind: ClassKind
+    signature: Signature | None
+    condition: str
+    moving: bool
+    problem: str | None
+    dumper: str
+    cpu: float | None
+    read: float | None
+    facts: Mapping[str, Any]
+    rank: bool = False
+
+    @property
+    def leaf(self) -> str:
+        """Where it is, in few words."""
+        return place(self.frames[0]) if self.frames else (self.problem or "no stack")
+
+    @property
+    def has_stack(self) -> bool:
+        return bool(self.frames)
+
+
+@dataclass(frozen=True)
+class Merged:
+    """What the rounds say together. ``members`` in order of label; ``counted`` are processes without a class."""
+
+    members: tuple[Member, ...]
+    rounds: int
+    counted: Mapping[str, int] = field(default_factory=dict)
+    idle_threads: int = 0
+
+    @cached_property
+    def classes(self) -> tuple[RankClass, ...]:
+        """Largest first inside a role and group."""
+        found: dict[tuple[str, str, str, tuple[str, ...]], list[Member]] = defaultdict(list)
+        for member in self.members:
+            found[member.role, member.group, member.condition, member.key].append(member)
+        classes = [_rank_class(members) for members in found.values()]
+        return tuple(sorted(classes, key=lambda c: (c.role, c.group, -len(c.ranks), c.ranks)))
+
+    @cached_property
+    def moving(self) -> tuple[str, ...]:
+        """Labels of processes whose stack changed between rounds."""
+        return tuple(member.label for member in self.members if member.moving)
+
+    @cached_property
+    def by_label(self) -> dict[str, Member]:
+        return {member.label: member for member in self.members}
+
+    @property
+    def ranks(self) -> tuple[Member, ...]:
+        return tuple(member for member in self.members if member.rank)
+
+    def of(self, ranks: RankClass) -> tuple[Member, ...]:
+        """The members of a class."""
+        return tuple(self.by_label[label] for label in ranks.ranks)
+
+    def text(self, max_lines: int = 60) -> str:
+        """Classes and prefix trees, at most ``max_lines`` lines whatever the number of ranks."""
+        from .render import render
+
+        return render(self, max_lines)
+
+
+def _rank_class(members: Sequence[Member]) -> RankClass:
+    first = members[0]
+    signatures = Counter(m.signature.id for m in members if m.signature)
+    kinds = Counter(m.kind for m in members)
+    path = tuple(place(f) for f in reversed(first.frames)) or (first.problem or "no stack",)
+    return RankClass(
+        role=first.role,
+        group=first.group,
+        ranks=tuple(m.label for m in members),
+        kind=kinds.most_common(1)[0][0],
+        path=path,
+        signature=first.condition or (signatures.most_common(1)[0][0] if signatures else None),
+        moving=any(m.moving for m in members),
+    )
+
+
+def merge(rounds: Sequence[Sequence[ProcessDump]]) -> Merged:
+    """Merge one or more rounds of dumps; a process is the same over the rounds by pid and start time."""
+    seen: dict[ProcessId, list[ProcessDump]] = defaultdict(list)
+    for dumps in rounds:
+        for dump in dumps:
+            seen[dump.process].append(dump)
+    classed = [d for d in seen.values() if d[-1].role.role not in SILENT_ROLES]
+    counted: Counter[str] = Counter(d[-1].role.role for d in seen.values() if d[-1].role.role in SILENT_ROLES)
+    labels = Counter(d[-1].label for d in classed)
+    members = [_member(dumps, unique=labels[dumps[-1].label] == 1) for dumps in classed]
+    idle = sum(is_idle(t) for dumps in classed for t in dumps[-1].threads)
+    return Merged(tuple(sorted(members, key=lambda m: label_order(m.label))), len(rounds), dict(counted), idle)
+
+
+def _member(dumps: Sequence[ProcessDump], *, unique: bool) -> Member:
+    last = dumps[-1]
+    places: list[tuple[tuple[str, ...], tuple[Frame, ...], Match | None]] = []
+    exact = set()
+    for dump in dumps:
+        thread, found = telling(dump)
+        if thread is None or not thread.frames:
+            continue
+        frames = found.frames[found.start :] if found else folded(thread.frames)
+        name = () if thread.main else (f"[{re.sub(r'[0-9]+', 'N', thread.name or 'thread')}]",)
+        places.append((name + _key(found.cut if found else frames), frames, found))
+        exact.add(tuple((f.name, f.file, f.line) for f in folded(thread.frames) if not f.native))
+    condition = _KERNEL_STATES.get(last.state, "") if all(d.state == last.state for d in dumps) else ""
+    key: tuple[str, ...] = ()
+    frames, found = (), None
+    if places:
+        counts = Counter(p[0] for p in places)
+        latest = {p[0]: n for n, p in enumerate(places)}
+        key = max(counts, key=lambda k: (counts[k], latest[k]))
+        _, frames, found = places[latest[key]]
+    kind: ClassKind = "cause" if condition else (found.signature.kind if found else "other")
+    rank = last.role.rank
+    label = last.label if unique else f"{last.label} {last.process.pid}"
+    group = "" if rank is None or rank.tp is None else _group(rank.dp, rank.pp)
+    cpu, read = _rates(dumps)
+    return Member(
+        label=label,
+        role=last.role.role,
+        group=group,
+        process=last.process,
+        title=last.title,
+        key=key or (last.problem or "no stack", str(last.facts.get("wchan", ""))),
+        frames=frames,
+        kind=kind,
+        signature=found.signature if found else None,
+        condition=condition,
+        moving=len(exact) > 1,
+        problem=last.problem,
+        dumper=last.dumper,
+        cpu=cpu,
+        read=read,
+        facts=last.facts,
+        rank=rank is not None,
+    )
+
+
+def _group(dp: int | None, pp: int | None) -> str:
+    return " ".join(f"{name}{n}" for name, n in (("DP", dp), ("PP", pp)) if n is not None)
+
+
+def _rates(dumps: Sequence[ProcessDump]) -> tuple[float | None, float | None]:
+    first, last = dumps[0], dumps[-1]
+    seconds = last.taken - first.taken
+    if len(dumps) < 2 or seconds <= 0.2:
+        return None, None
+
+    def rate(fact: str) -> float | None:
+        a, b = first.facts.get(fact), last.facts.get(fact)
+        if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
+            return None
+        return max(0.0, (b - a) / seconds)
+
+    return rate("cpu_seconds"), rate("read_bytes")
+
+
+_NUMBER = re.compile(r"([A-Za-z_]+)(\d+)")
+
+
+def label_order(label: str) -> tuple[Any, ...]:
+    """Sort key that puts TP10 after TP9."""
+    return tuple((name, int(number)) for name, number in _NUMBER.findall(label)) or ((label, -1),)
+
+
+def _ranges(numbers: Iterable[int]) -> str:
+    parts: list[str] = []
+    run: list[int] = []
+    for n in [*sorted(set(numbers)), None]:
+        if run and (n is None or n != run[-1] + 1):
+            parts.append(str(run[0]) if len(run) == 1 else f"{run[0]}-{run[-1]}")
+            run = []
+        if n is not None:
+            run.append(n)
+    return ",".join(parts)
+
+
+def format_ranks(labels: Iterable[str]) -> str:
+    """``TP0-2,4-7``; ``DP0-63 TP0-7`` where every group has the same ranks; else one part a group."""
+    plain: list[str] = []
+    groups: dict[str, list[int]] = defaultdict(list)
+    for label in sorted(set(labels), key=label_order):
+        found = re.fullmatch(r"(.*?)([A-Z]+)(\d+)", label)
+        if found:
+            groups[found[1] + found[2]].append(int(found[3]))
+        else:
+            plain.append(label)
+    by_ranks: dict[str, list[str]] = defaultdict(list)
+    for prefix, numbers in groups.items():
+        by_ranks[_ranges(numbers)].append(prefix)
+    for ranges, prefixes in by_ranks.items():
+        outer = [re.fullmatch(r"([A-Z]+)(\d+) ([A-Z]+)", prefix) for prefix in prefixes]
+        if len(prefixes) > 1 and all(outer) and len({(m[1], m[3]) for m in outer if m}) == 1:
+            first = outer[0]
+            assert first is not None
+            plain.append(f"{first[1]}{_ranges(int(m[2]) for m in outer if m)} {first[3]}{ranges}")
+        else:
+            plain.extend(prefix + ranges for prefix in prefixes)
+    if len(plain) > 12:
+        plain = [*plain[:12], f"{len(plain) - 12} more"]
+    return ", ".join(plain)
