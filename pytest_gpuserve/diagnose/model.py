@@ -74,7 +74,8 @@ class ProcessDump:
 
     @property
     def label(self) -> str:
-        return self.role.label
+        """The rank's or the role's name; ``pid 4711`` where nothing is known."""
+        return self.role.label if self.role.rank or self.role.role != "other" else f"pid {self.process.pid}"
 
     @property
     def main(self) -> ThreadStack | None:

@@ -1,0 +1,239 @@
+"""Dumps taken elsewhere, and the dumpers' own output, to values: only reads."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import re
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..engines.base import ProcessRole
+from ..procfs import ProcessId
+from . import dump_text
+from .model import Frame, ProcessDump, ThreadStack
+from .roles import UNKNOWN, any_role, rank_in
+
+RoleOf = Callable[[Sequence[str], str], ProcessRole | None]
+
+STACK_SCHEMA = "gpuserve.stack/1"
+"""Schema of ``stacks/<label>.<pid>.json`` in an incident; see :func:`to_json`."""
+
+_MARKER_NAME = re.compile(r"fh\.(\d+)\.(\d+)\.txt$")
+
+
+def read_dumps(text: str, *, role_of: RoleOf = any_role, source: str = "") -> list[ProcessDump]:
+    """Every process whose stacks stand in ``text``: any number of dumps, of any of the known tools, in any company.
+
+    Known: py-spy text and ``--json`` (also in envelopes with ``stacks``, as our own incidents have), faulthandler,
+    pystack, gdb ``bt`` and ``py-bt``, eu-stack. ``source`` (a file name) helps to tell the process where the dump
+    does not say. Rounds of one process come as several dumps, in the order of the text. Never raises.
+    """
+    dumps: list[ProcessDump] = []
+    rest: list[str] = []
+    for piece in _split_json(text):
+        if isinstance(piece, str):
+            rest.append(piece)
+        else:
+            dumps.extend(_from_json(piece, role_of))
+    marker = _MARKER_NAME.search(source)
+    for process in dump_text.read_processes("".join(rest).splitlines()):
+        if marker and process.pid is None:
+            process.pid = int(marker[1])
+        start = int(marker[2]) if marker and process.pid == int(marker[1]) else 0
+        threads = process.stacks()
+        if threads or process.certain:
+            dump = _dump(process.pid or _main_tid(threads) or 0, process.title, threads, role_of, process.prefix)
+            dumps.append(replace(dump, process=ProcessId(dump.process.pid, start)))
+    return dumps
+
+
+def read_file(path: Path, *, role_of: RoleOf = any_role) -> list[ProcessDump]:
+    """:func:`read_dumps` of a file.
+
+    Raises:
+        OSError: it cannot be read.
+    """
+    return read_dumps(path.read_text(errors="replace"), role_of=role_of, source=path.name)
+
+
+def as_rounds(dumps: Sequence[ProcessDump]) -> list[list[ProcessDump]]:
+    """What :func:`read_dumps` returned, by round: the second dump of a process belongs to the second round."""
+    rounds: list[list[ProcessDump]] = []
+    seen: Counter[ProcessId] = Counter()
+    for dump in dumps:
+        number = seen[dump.process] if dump.process.pid else 0
+        seen[dump.process] += 1
+        while len(rounds) <= number:
+            rounds.append([])
+        rounds[number].append(dump)
+    return rounds
+
+
+def pyspy_threads(threads: object, pid: int) -> tuple[ThreadStack, ...]:
+    """The array that ``py-spy dump --json`` prints (0.3 to 0.4): leaf frame first, threads newest first.
+
+    The main thread is the one whose id is the pid: names are missing where ``threading`` was never imported.
+
+    Raises:
+        ValueError: it is something else.
+    """
+    if not isinstance(threads, list) or not all(isinstance(t, dict) for t in threads):
+        raise ValueError("not py-spy's JSON")
+    mains = [t for t in threads if t.get("os_thread_id") == pid] or [
+        t for t in threads if t.get("thread_name") == "MainThread"
+    ]
+    main = (mains or threads[-1:] or [None])[0]
+    return tuple(
+        ThreadStack(
+            tid=_int(t.get("os_thread_id")),
+            name=_str(t.get("thread_name")),
+            main=t is main,
+            frames=tuple(_pyspy_frame(f) for f in t.get("frames") or () if isinstance(f, dict)),
+            active=_bool(t.get("active")),
+            owns_gil=_bool(t.get("owns_gil")),
+        )
+        for t in threads
+    )
+
+
+def text_threads(text: str, pid: int) -> tuple[ThreadStack, ...]:
+    """Threads of one process from a text dump; several dumps of it: of the last."""
+    last: tuple[ThreadStack, ...] = ()
+    for process in dump_text.read_processes(text.splitlines()):
+        process.pid = process.pid or pid
+        last = process.stacks() or last
+    return last
+
+
+def to_json(dump: ProcessDump, raw: object = None) -> dict[str, Any]:
+    """One round of one process as an incident stores it; :func:`read_dumps` reads it back.
+
+    ``raw`` takes the place of ``dump.raw`` (a redacted copy, say).
+    """
+    stacks = dump.raw if raw is None else raw
+    if isinstance(stacks, str):
+        with contextlib.suppress(ValueError):
+            stacks = json.loads(stacks) if stacks else None
+    return {
+        "schema": STACK_SCHEMA,
+        "pid": dump.process.pid,
+        "start": dump.process.start,
+        "label": dump.label,
+        "role": dump.role.role,
+        "title": dump.title,
+        "state": dump.state,
+        "dumper": dump.dumper,
+        "problem": dump.problem,
+        "taken": dump.taken,
+        "seconds": round(dump.seconds, 4),
+        "facts": dict(dump.facts),
+        "stacks" if isinstance(stacks, list) else "text": stacks,
+    }
+
+
+def _split_json(text: str) -> Iterator[object]:
+    """Text between JSON values as str, the values themselves as dict or list; values begin at the start of a line."""
+    decoder = json.JSONDecoder()
+    position = begin = 0
+    for found in re.finditer(r"^[ \t]{0,3}([\[{])(?=[\s\"{\]])", text, re.MULTILINE):
+        if found.start() < position:
+            continue
+        try:
+            value, end = decoder.raw_decode(text, found.start(1))
+        except (ValueError, RecursionError):
+            continue
+        if isinstance(value, (dict, list)) and value:
+            yield text[begin : found.start()]
+            yield value
+            begin = position = end
+    yield text[begin:]
+
+
+def _from_json(value: object, role_of: RoleOf) -> Iterator[ProcessDump]:
+    if isinstance(value, list):
+        items = [item for item in value if isinstance(item, dict)]
+        if items and all("frames" in item for item in items):
+            pids = list(dict.fromkeys(_int(item.get("pid")) or 0 for item in items))
+            for pid in pids:  # several arrays may have been joined into one
+                yield _pyspy_dump(pid, [i for i in items if (_int(i.get("pid")) or 0) == pid], {}, role_of)
+        else:
+            for item in items:
+                yield from _from_json(item, role_of)
+    elif isinstance(value, dict):
+        if isinstance(value.get("rounds"), list):
+            for item in value["rounds"]:
+                yield from _from_json(item, role_of)
+        elif "pid" in value and ("stacks" in value or "text" in value or value.get("schema") == STACK_SCHEMA):
+            yield _pyspy_dump(_int(value["pid"]) or 0, value.get("stacks"), value, role_of)
+        elif "frames" in value:
+            yield _pyspy_dump(_int(value.get("pid")) or 0, [value], {}, role_of)
+
+
+def _pyspy_dump(pid: int, stacks: object, envelope: Mapping[str, Any], role_of: RoleOf) -> ProcessDump:
+    text = envelope.get("text")
+    try:
+        threads = pyspy_threads(stacks, pid) if stacks else text_threads(text, pid) if isinstance(text, str) else ()
+    except ValueError:
+        threads = ()
+    title = _str(envelope.get("title")) or _str(envelope.get("cmd")) or ""
+    problem = _str(envelope.get("problem"))
+    if not threads and not problem:
+        problem = _str(envelope.get("stderr")) or "the dump holds no stack"
+    facts = envelope.get("facts")
+    dump = _dump(pid, title, threads, role_of, "")
+    if dump.role is UNKNOWN and (rank := rank_in(str(envelope.get("label", "")))):
+        dump = replace(dump, role=ProcessRole("worker", rank))
+    return replace(
+        dump,
+        process=ProcessId(pid, _int(envelope.get("start")) or 0),
+        state=_str(envelope.get("state")) or "?",
+        problem=problem,
+        facts=facts if isinstance(facts, dict) else {},
+        taken=float(envelope["taken"]) if isinstance(envelope.get("taken"), (int, float)) else 0.0,
+        raw=json.dumps(stacks) if stacks else text if isinstance(text, str) else "",
+    )
+
+
+def _dump(pid: int, title: str, threads: tuple[ThreadStack, ...], role_of: RoleOf, prefix: str) -> ProcessDump:
+    words = title.split()
+    role = role_of(words, words[0].rpartition("/")[2][:15]) if words else None
+    if role is None and (rank := rank_in(prefix)):
+        role = ProcessRole("worker", rank)
+    return ProcessDump(
+        process=ProcessId(pid, 0),
+        role=role or UNKNOWN,
+        title=title,
+        state="?",
+        dumper="file",
+        threads=threads,
+        problem=None if threads else "the dump holds no stack",
+    )
+
+
+def _main_tid(threads: Sequence[ThreadStack]) -> int | None:
+    return next((t.tid for t in threads if t.main), None)
+
+
+def _pyspy_frame(frame: Mapping[str, Any]) -> Frame:
+    return Frame(
+        name=_str(frame.get("name")) or "?",
+        file=_str(frame.get("filename")) or _str(frame.get("short_filename")) or "",
+        line=_int(frame.get("line")) or None,
+        module=_str(frame.get("module")),
+    )
+
+
+def _int(value: object) -> int | None:
+    return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _str(value: object) -> str | None:
+    return value if isinstance(value, str) else None
+
+
+def _bool(value: object) -> bool | None:
+    return value if isinstance(value, bool) else None
