@@ -1,0 +1,249 @@
+"""The evidence laid out for judging: who is there, who is not, and what each one does."""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from functools import cached_property
+
+from ..gpu import Gpu
+from ..vocabulary import PHASES, Phase
+from .evidence import NO_PROGRESS, Evidence, LockFact, Witness
+from .kernel import KernelWait, kernel_wait
+from .merge import Member, Merged, label_order, merge
+from .model import ClassKind, Frame, RankClass
+from .signatures import last_name
+
+BUSY = 0.5
+"""Cores: a process that uses more between two rounds is busy."""
+
+READS = 1_000_000
+"""Bytes per second from storage that count as loading."""
+
+_ROLE_WORDS = {
+    "api": "the front end",
+    "engine_core": "the engine core",
+    "detokenizer": "the detokenizer",
+    "scheduler": "the scheduler",
+    "worker": "the worker",
+}
+
+
+class Case:
+    """One server's evidence, prepared. Cheap views only; the rules in verdict.py decide."""
+
+    def __init__(self, evidence: Evidence) -> None:
+        self.evidence = evidence
+        self.merged: Merged = merge(evidence.rounds)
+
+    @cached_property
+    def suspected(self) -> bool:
+        """The incident was taken because something did not end in time."""
+        return self.evidence.reason in NO_PROGRESS
+
+    @cached_property
+    def ranks(self) -> tuple[Member, ...]:
+        """Processes that do the ranks' work: tagged ones, else the engine's single worker process."""
+        ranks = tuple(m for m in self.merged.members if m.rank and m.role != "engine_core")
+        ranks = ranks or self.merged.ranks
+        if ranks:
+            return ranks
+        for role in ("worker", "scheduler", "engine_core"):
+            found = tuple(m for m in self.merged.members if m.role == role)
+            if found:
+                return found
+        known = [m for m in self.merged.members if m.role not in ("api", "detokenizer")]
+        return tuple(known or self.merged.members)
+
+    @cached_property
+    def others(self) -> tuple[Member, ...]:
+        """Front end, engine core, detokenizer: everything that is no rank."""
+        ranks = {m.label for m in self.ranks}
+        return tuple(m for m in self.merged.members if m.label not in ranks and m.role != "other")
+
+    @cached_property
+    def missing(self) -> tuple[str, ...]:
+        """Ranks that should be there, or once were, and are not."""
+        seen = {m.label for m in self.merged.members if m.condition != "dead"}
+        wanted = set(self.evidence.expected)
+        if self.evidence.foreign or not self.merged.members:
+            return ()
+        tagged = any(m.rank for m in self.merged.members)
+        if not tagged and len(wanted) <= 1:
+            return ()
+        gone = wanted - seen
+        nameless = sum(m.role == "other" and m.has_stack for m in self.merged.members)
+        reached = {label for label in gone if self.evidence.phases.get(label) is not None}
+        if nameless >= len(gone) and not reached:
+            return ()  # titles are set late: an untitled Python process may be that rank
+        return tuple(sorted(gone, key=label_order))
+
+    @cached_property
+    def undumped(self) -> tuple[str, ...]:
+        """Ranks that somebody else's dump does not hold."""
+        if not self.evidence.foreign:
+            return ()
+        return tuple(sorted(set(self.evidence.expected) - {m.label for m in self.merged.members}, key=label_order))
+
+    @cached_property
+    def dead(self) -> dict[str, int | None]:
+        """Label of every rank or role process that is gone, with its exit code where known."""
+        found: dict[str, int | None] = {}
+        for member in self.merged.members:
+            if member.condition == "dead" and member.role not in ("helper", "compiler", "other"):
+                code = member.facts.get("exit")
+                found[member.label] = code if isinstance(code, int) else None
+        names = {m.label for m in self.merged.members} | set(self.evidence.expected) | set(_ROLE_WORDS)
+        for label, code in self.evidence.exits.items():
+            alive = label in self.merged.by_label and self.merged.by_label[label].condition != "dead"
+            if label in names and not alive:
+                found[label] = code
+        for label in self.missing:
+            found.setdefault(label, self.evidence.exits.get(label))
+        return dict(sorted(found.items(), key=lambda item: label_order(item[0])))
+
+    @cached_property
+    def stopped(self) -> tuple[Member, ...]:
+        return tuple(m for m in self.merged.members if m.condition == "stopped")
+
+    @cached_property
+    def groups(self) -> tuple[tuple[RankClass, ...], ...]:
+        """The ranks' classes, one tuple a role and parallel group; stopped and dead ranks are left out."""
+        labels = {m.label for m in self.ranks if not m.condition}
+        found: dict[tuple[str, str], list[RankClass]] = {}
+        for entry in self.merged.classes:
+            if set(entry.ranks) <= labels:
+                found.setdefault((entry.role, entry.group), []).append(entry)
+        return tuple(tuple(classes) for classes in found.values())
+
+    def kind(self, entry: RankClass) -> ClassKind:
+        """A class's kind, with the kernel's word where the stack has no signature."""
+        if entry.kind == "other" and all(self.wait(m).place == "lock" for m in self.merged.of(entry)):
+            return "cause"
+        return entry.kind
+
+    @staticmethod
+    def wait(member: Member) -> KernelWait:
+        return kernel_wait(member.facts)
+
+    @cached_property
+    def compilers(self) -> tuple[str, ...]:
+        """Names of compilers below the server that used CPU between the rounds, or came up in between.
+
+        In a single round: those that are there, pools of Python workers left out, which stay when they are idle.
+        """
+        rounds = [
+            [d for d in dumps if d.role.role == "compiler" and d.state not in "ZX"] for dumps in self.evidence.rounds
+        ]
+        if not rounds:
+            return ()
+        first = {d.process: float(d.facts.get("cpu_seconds") or 0.0) for d in rounds[0]}
+        found: dict[str, None] = {}
+        for dump in rounds[-1]:
+            name = (dump.title.split() or ["compiler"])[0].rpartition("/")[2]
+            used = float(dump.facts.get("cpu_seconds") or 0.0) - first.get(dump.process, 0.0)
+            if len(rounds) == 1:
+                alive = not name.startswith("python") and dump.state not in "Tt"
+            else:
+                alive = used > 0.05 or (dump.process not in first and not name.startswith("python"))
+            if alive:
+                found[name] = None
+        return tuple(found)
+
+    @cached_property
+    def phase(self) -> Phase | None:
+        """The phase of the rank that is least far."""
+        known = [p.phase for p in self.evidence.phases.values() if p.phase in PHASES]
+        return min(known, key=PHASES.index) if known else None
+
+    def phase_of(self, labels: Iterable[str]) -> Phase | None:
+        """The phase of the given ranks, else the least of all."""
+        known = [self.evidence.phases[label].phase for label in labels if label in self.evidence.phases]
+        return min(known, key=PHASES.index) if known else self.phase
+
+    @cached_property
+    def serving(self) -> bool:
+        return self.phase in ("ready", "serving") or self.evidence.answers is not None
+
+    def lock_of(self, labels: Iterable[str]) -> LockFact | None:
+        """The lock that these processes wait for."""
+        wanted = set(labels)
+        return next((lock for lock in self.evidence.locks if wanted & set(lock.waiters)), None)
+
+    @cached_property
+    def gpu_witness(self) -> Witness | None:
+        """N-1 GPUs spin in a collective at low power, one is idle: its rank does not take part (nccl #2379,
+        sglang #33549). Only where GPUs and ranks can be matched."""
+        gpus: Sequence[Gpu] = self.evidence.gpus
+        ranks = sorted((m.label for m in self.merged.ranks if m.group == ""), key=label_order)
+        used = [gpu.utilisation for gpu in gpus]
+        if len(gpus) < 2 or len(ranks) != len(gpus) or any(u is None for u in used):
+            return None
+        idle = [n for n, u in enumerate(used) if u is not None and u <= 5]
+        busy = [n for n, u in enumerate(used) if u is not None and u >= 95]
+        if len(idle) != 1 or len(busy) != len(gpus) - 1:
+            return None
+        return Witness(
+            "NVML", f"{gpus[idle[0]].label} is idle while the other {len(busy)} are at 100 %", (ranks[idle[0]],), "nccl"
+        )
+
+    @cached_property
+    def spinning(self) -> str | None:
+        """Words for GPUs at full utilisation and little power: a kernel that spins, where tokens stand still."""
+        spin = [
+            gpu
+            for gpu in self.evidence.gpus
+            if (gpu.utilisation or 0) >= 95 and gpu.power is not None and gpu.power < _spin_power(gpu)
+        ]
+        if not spin or len(spin) < len(self.evidence.gpus):
+            return None
+        return f"{len(spin)} GPU(s) at 100 % and only {max(g.power or 0 for g in spin):.0f} W: a kernel spins"
+
+    @cached_property
+    def witnesses(self) -> tuple[Witness, ...]:
+        gpu = self.gpu_witness
+        return (*self.evidence.witnesses, *((gpu,) if gpu else ()))
+
+
+def _spin_power(gpu: Gpu) -> float:
+    """Watts below which full utilisation is a spin; boards differ, and a data-centre board idles at 70 W and more."""
+    small = bool(gpu.memory_total) and (gpu.memory_total or 0) < 32 << 30
+    return 60.0 if small else 220.0
+
+
+_STDLIB = frozenset(sys.stdlib_module_names)
+
+
+def is_stdlib(frame: Frame) -> bool:
+    """True for frames of the standard library: two ranks in ``Condition.wait`` are not in the same place for that."""
+    path = frame.file
+    if path.startswith("<frozen"):
+        return True
+    if "site-packages" in path or "dist-packages" in path:
+        return False
+    if re.search(r"/lib/python3\.\d+/", path):
+        return True
+    return path.split("/")[0].removesuffix(".py") in _STDLIB and not path.startswith("/")
+
+
+def own_leaf(member: Member) -> tuple[str, str] | None:
+    """The leaf-most frame outside the standard library, as (function, file name)."""
+    for frame in member.frames:
+        if not frame.native and not is_stdlib(frame):
+            return last_name(frame.name), frame.file.rpartition("/")[2]
+    return None
+
+
+def same_primitive(a: Sequence[Member], b: Sequence[Member]) -> bool:
+    """Both wait in the same function, called from different places: different steps of one exchange."""
+    leaves = {own_leaf(m) for m in (*a, *b)}
+    waits = {kernel_wait(m.facts).place for m in (*a, *b)}
+    return (
+        len(leaves) == 1 and None not in leaves and len(waits) == 1 and not any(kernel_wait(m.facts).local for m in a)
+    )
+
+
+def role_words(label: str, roles: Mapping[str, str]) -> str:
+    """``the engine core`` for a label that is a role."""
+    return _ROLE_WORDS.get(roles.get(label, label), label)

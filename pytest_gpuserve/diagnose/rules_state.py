@@ -1,0 +1,186 @@
+"""Rules that need no comparison of stacks: who is gone, stopped, answering, moving, idle."""
+
+from __future__ import annotations
+
+from .case import READS, Case
+from .finding import Finding
+from .merge import format_ranks
+from .proc_facts import exit_words
+from .signatures import by_id
+
+_FATAL = ("oom", "unsupported_arch", "config", "port", "infra", "crash", "leak")
+
+
+def exited(case: Case) -> Finding | None:
+    """The server, or one of its ranks or roles, is gone."""
+    evidence = case.evidence
+    if evidence.server_exit is None and not case.dead:
+        return None
+    memory = evidence.memory
+    fatal = _fatal(case)
+    dead = tuple(case.dead)
+    killed = [label for label, code in case.dead.items() if code in (-9, 137)]
+    oom = memory is not None and bool(memory.oom_kills) and (bool(killed) or evidence.server_exit in (-9, 137))
+    if fatal:
+        return fatal if fatal.culprits or not dead else fatal.blaming(dead)
+    what = _exits(case)
+    if oom and memory is not None:
+        return Finding(
+            "oom",
+            f"{what}: the kernel killed {memory.oom_kills} process(es) for memory",
+            culprits=tuple(killed) or dead,
+            advice="Give the job more memory, or load with fewer threads or without a second copy in shared memory.",
+            facts=((f"oom_kill rose by {memory.oom_kills}", "cgroup and /proc/vmstat"),),
+            confidence=0.95,
+        )
+    advice = ""
+    if killed and not oom:
+        advice = "SIGKILL came from outside (somebody, or the kernel where its log cannot be read)."
+    known = all(code is not None for code in case.dead.values())
+    waiting = [m for m in case.ranks if not m.condition and m.kind in ("waits", "other")]
+    if dead and waiting and evidence.server_exit is None:
+        what += (
+            f"; {format_ranks(m.label for m in waiting)} still wait" + ("s" if len(waiting) == 1 else "") + " for it"
+        )
+    return Finding("crash", what, culprits=dead, advice=advice, confidence=0.95 if known else 0.8, layer="process")
+
+
+def _exits(case: Case) -> str:
+    parts = [f"{label} is gone ({exit_words(code)})" for label, code in case.dead.items()]
+    if case.evidence.server_exit is not None:
+        parts.insert(0, f"the server ended with {exit_words(case.evidence.server_exit)}")
+    return ", ".join(parts[:6]) + (f" and {len(parts) - 6} more" if len(parts) > 6 else "")
+
+
+def _fatal(case: Case) -> Finding | None:
+    facts = [fact for fact in case.evidence.log if fact.verdict in _FATAL]
+    if not facts:
+        return None
+    fact = min(facts, key=lambda f: _FATAL.index(f.verdict or "crash") > _FATAL.index("crash"))
+    culprits = (fact.rank,) if fact.rank and fact.rank in {m.label for m in case.merged.ranks} | set(case.dead) else ()
+    return Finding(
+        fact.verdict or "crash", fact.claim, culprits=culprits, facts=((fact.claim, fact.witness),), confidence=0.9
+    )
+
+
+def hidden_failure(case: Case) -> Finding | None:
+    """An error in the log while every process lives: one rank failed, the others wait for it in the next collective."""
+    return None if case.evidence.answers else _fatal(case)
+
+
+def answering(case: Case) -> Finding | None:
+    if not case.evidence.answers:
+        return None
+    test = f"; {case.evidence.test} is stuck in its own code, not in the server" if case.evidence.test else ""
+    return Finding(
+        "ready",
+        f"the server answers: a completion sent just now came back{test}",
+        confidence=0.95,
+        facts=(("a completion sent just now came back", "HTTP"),),
+    )
+
+
+def stopped(case: Case) -> Finding | None:
+    """SIGSTOP outranks all stacks; a whole tree that is stopped was paused by somebody."""
+    stopped = case.stopped
+    if not stopped:
+        return None
+    labels = tuple(m.label for m in stopped)
+    facts = tuple((f"{m.label} (pid {m.process.pid}) is in state T", "/proc/PID/stat") for m in stopped[:8])
+    if len(stopped) == len(case.merged.members) and len(stopped) > 1:
+        return Finding(
+            "hang",
+            "every process of the server is stopped (SIGSTOP or a debugger)",
+            advice="Send SIGCONT.",
+            facts=facts,
+            confidence=0.9,
+            layer="process",
+        )
+    advice = f"Send SIGCONT to pid {', '.join(str(m.process.pid) for m in stopped[:8])} to let it go on."
+    return Finding("hang", "", culprits=labels, advice=advice, facts=facts, confidence=0.97, layer="process")
+
+
+def moving(case: Case) -> Finding | None:
+    """Something moves that a hang does not move."""
+    progress = case.evidence.progress
+    facts: list[tuple[str, str]] = []
+    if case.compilers:
+        facts.append((f"{', '.join(case.compilers[:4])} below the server used CPU", "/proc between two rounds"))
+    loading = [m for m in case.ranks if (m.read or 0) > READS]
+    if loading:
+        rate = sum(m.read or 0 for m in loading) / 1e6
+        facts.append((f"{format_ranks(m.label for m in loading)} read {rate:.0f} MB/s from storage", "/proc/PID/io"))
+    seen = progress is not None and progress.state == "moving"
+    if seen and progress is not None:
+        what = ", ".join(progress.moving[:4]) or progress.last or "the server"
+        facts.append((f"moved within the last samples: {what}", "watcher"))
+    if not facts:
+        return None
+    if not seen and progress is not None and progress.state == "hung" and not case.compilers and not loading:
+        return None
+    if seen and case.serving and case.evidence.reason == "manual" and _all_idle(case):
+        return None
+    return Finding("slow", "", facts=tuple(facts), confidence=0.9, advice=_progress_advice(case), slow=True)
+
+
+def _progress_advice(case: Case) -> str:
+    for entry in (c for group in case.groups for c in group):
+        signature = by_id().get(entry.signature or "")
+        if signature and signature.progressive:
+            return signature.advice
+    return ""
+
+
+def nothing_asked(case: Case) -> Finding | None:
+    """Idle because nothing was asked is health."""
+    evidence = case.evidence
+    if evidence.answers is False or evidence.requests or evidence.reason in ("request_timeout", "no_progress"):
+        return None
+    if evidence.reason == "startup_budget" or not _all_idle(case):
+        return None
+    known = evidence.requests == 0
+    test = f"; {evidence.test} is stuck in its own code, not in the server" if evidence.test and known else ""
+    return Finding(
+        "ready",
+        f"every process is idle and no request is in flight{test}" if known else "every process is idle",
+        confidence=0.85 if known else 0.6,
+    )
+
+
+def _all_idle(case: Case) -> bool:
+    entries = [c for group in case.groups for c in group]
+    engine = [m for m in case.others if m.role == "engine_core"]
+    return bool(entries) and all(c.kind == "idle" for c in entries) and all(m.kind == "idle" for m in engine)
+
+
+def without_stacks(case: Case) -> Finding | None:
+    """No stack at all: counters, GPUs and kernel states still say something (home-ops #13342)."""
+    if any(m.has_stack for m in case.merged.members):
+        return None
+    progress = case.evidence.progress
+    still = progress is not None and progress.state in ("hung", "suspect")
+    if case.spinning and (still or case.suspected):
+        return Finding(
+            "hang",
+            f"no stack could be taken, and the GPUs decide: {case.spinning}",
+            facts=((case.spinning, "NVML"),),
+            layer="gpu",
+            confidence=0.7,
+        )
+    if still and case.suspected:
+        return Finding("hang", "nothing moves; no stack could be taken", confidence=0.6)
+    return Finding("undecided", "no stack could be taken", confidence=0.3)
+
+
+def frozen_places(case: Case) -> Finding | None:
+    """Nothing singles a rank out, yet the watcher, or a request that got no answer, says that nothing moves."""
+    progress = case.evidence.progress
+    frozen = (progress is not None and progress.state == "hung") or case.evidence.answers is False
+    if not frozen and not case.suspected:
+        return None
+    return Finding(
+        "hang" if frozen or not case.merged.moving else "undecided",
+        "",
+        confidence=0.5,
+        undecided="the stacks name no rank: they form no majority",
+    )

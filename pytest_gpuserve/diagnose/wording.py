@@ -1,0 +1,253 @@
+"""From a finding to the paragraph a maintainer can paste, and to the Judgement."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Sequence
+
+from .case import Case
+from .evidence import LockFact, Memory
+from .finding import Finding
+from .merge import Member, format_ranks
+from .model import Judgement, RankClass
+from .signatures import by_id, last_name
+
+GB = 1e9
+
+_DRAFT = re.compile(r"(?i)eagle|draft|spec_?dec|speculat|spec_util|mtp|ngram|medusa|verify_tree|spec_worker")
+_SPEC_NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "ngram": "n-gram speculation"}
+
+
+def judgement(case: Case, finding: Finding) -> Judgement:
+    """Put a finding into words and add what else is known: memory, speculative decoding, what was ruled out."""
+    classes = tuple(
+        RankClass(c.role, c.group, c.ranks, case.kind(c), c.path, c.signature, c.moving) for c in case.merged.classes
+    )
+    phase = case.phase_of(finding.culprits)
+    ruled_out, facts = _ruled_out(case, finding), _facts(case, finding)
+    return Judgement(
+        verdict=finding.verdict,
+        phase=phase,
+        culprits=finding.culprits,
+        classes=classes,
+        missing=case.missing or case.undumped,
+        ruled_out=tuple(ruled_out),
+        confidence=round(finding.confidence, 2),
+        text=_text(case, finding, phase),
+        facts=tuple(facts),
+    )
+
+
+def _text(case: Case, finding: Finding, phase: str | None) -> str:
+    evidence = case.evidence
+    head: str = finding.verdict
+    if phase and finding.verdict not in ("ready",):
+        head += f" in {phase}"
+    progress = evidence.progress
+    if finding.verdict == "hang" and progress and progress.still is not None:
+        head += f" after {progress.still:.0f} s without progress"
+    elif evidence.after is not None and finding.verdict in ("hang", "slow", "undecided"):
+        head += f" after {evidence.after:.0f} s"
+    clauses = [finding.what] if finding.what else []
+    if not finding.complete and finding.verdict in ("hang", "slow", "undecided"):
+        clauses.extend(_class_clauses(case, finding))
+    if finding.undecided:
+        clauses.append(finding.undecided)
+    sentences = [f"{head}: {'; '.join(clauses)}." if clauses else f"{head}."]
+    if finding.slow:
+        sentences.append(_slow_sentence(finding))
+    sentences.extend(_advice(finding))
+    if finding.verdict in ("hang", "slow", "crash", "undecided"):
+        sentences.append(memory_sentence(evidence.memory, finding.verdict))
+    if finding.verdict == "hang":
+        sentences.append(_spec_sentence(case))
+    if case.undumped and finding.verdict != "ready":
+        sentences.append(f"Not dumped: {format_ranks(case.undumped)}.")
+    if evidence.gpu_busy:
+        sentences.append(
+            f"Busy with no process: {', '.join(evidence.gpu_busy)}; such a GPU must be reset by an operator."
+        )
+    return " ".join(s for s in sentences if s)
+
+
+def _class_clauses(case: Case, finding: Finding) -> list[str]:
+    """What the ranks do: victims first, culprits last; roles that are no ranks only where they are culprits."""
+    ranks = {m.label for m in case.ranks}
+    entries = [c for c in case.merged.classes if set(c.ranks) <= ranks or set(c.ranks) & set(finding.culprits)]
+    joined: dict[tuple[object, ...], tuple[RankClass, list[Member]]] = {}
+    for entry in entries:
+        guilty = bool(set(entry.ranks) & set(finding.culprits))
+        key = (guilty, entry.kind, entry.signature, entry.path)
+        joined.setdefault(key, (entry, []))[1].extend(case.merged.of(entry))
+    order = sorted(joined.items(), key=lambda item: (item[0][0], -len(item[1][1])))
+    clauses = []
+    for _, (entry, members) in order[:5]:
+        clauses.append(f"{format_ranks(m.label for m in members)} {doing(case, entry, members, finding.lock)}")
+    if len(order) > 5:
+        left = sum(len(members) for _, (_, members) in order[5:])
+        clauses.append(f"{left} more processes are in {len(order) - 5} other places")
+    return clauses
+
+
+def doing(case: Case, entry: RankClass, members: Sequence[Member], lock: LockFact | None = None) -> str:
+    """``wait in a collective (all_reduce at distributed_c10d.py:3252)`` for ranks of one class."""
+    many = len(members) > 1
+    first = members[0]
+    if first.condition == "stopped":
+        text = "is stopped (SIGSTOP, state T)"
+    elif first.condition == "dead":
+        text = "is dead (zombie)"
+    else:
+        signature = by_id().get(entry.signature or "")
+        words = case.wait(first).words
+        if signature:
+            text = signature.title
+        elif words and case.wait(first).place not in ("cpu", "poll", "futex"):
+            text = words
+        else:
+            text = "is elsewhere" if first.frames else f"has no stack ({first.problem or 'not a Python process'})"
+        if lock and set(entry.ranks) & set(lock.waiters):
+            text += f" {lock.path or ''}".rstrip() + f", which is {holder_words(lock)}"
+    if first.frames:
+        leaf = first.frames[0]
+        line = f":{leaf.line}" if leaf.line else ""
+        text += f" ({last_name(leaf.name)} at {(leaf.module or leaf.file).rpartition('/')[2]}{line})"
+    if (first.cpu or 0) > 0.8 and not first.condition:
+        text += ", using a whole core"
+    return plural(text) if many else text
+
+
+def plural(text: str) -> str:
+    """The verb of a title for several ranks: ``waits for`` -> ``wait for``, ``is stuck`` -> ``are stuck``."""
+    verb, space, rest = text.partition(" ")
+    special = {"is": "are", "has": "have", "copies": "copy", "does": "do"}
+    if verb not in special and not verb.endswith("s"):
+        return text
+    return special.get(verb, verb[:-1]) + space + rest.replace(" its ", " their ", 1)
+
+
+def holder_words(lock: LockFact) -> str:
+    """``held by pid 812 (python train.py)``; ``left behind: its writer (pid 812) is gone``."""
+    if lock.holder is None:
+        return "held by nobody that can be seen"
+    who = lock.holder_label or f"pid {lock.holder}"
+    title = f", {lock.holder_title[:60]}" if lock.holder_title and not lock.holder_label else ""
+    if lock.holder_alive is False:
+        return f"stale: its writer (pid {lock.holder}) is gone"
+    return f"held by {who}{title}"
+
+
+def _slow_sentence(finding: Finding) -> str:
+    if finding.facts:
+        return "It is alive: " + "; ".join(claim for claim, _ in finding.facts[:3]) + "."
+    return "That is normal work while a compiler has CPU time or bytes are read; nobody watched whether it moves."
+
+
+def _advice(finding: Finding) -> list[str]:
+    sentences: list[str] = []
+    if finding.lock and finding.lock.holder_alive is False and finding.lock.path:
+        sentences.append("Remove the lock.")
+    elif finding.advice:
+        sentences.append(finding.advice)
+    elif finding.signature and finding.signature.advice:
+        sentences.append(finding.signature.advice)
+    signature = finding.signature
+    if signature and signature.sources and finding.verdict in ("hang", "slow"):
+        fixed = f", fixed in {signature.fixed_in}" if signature.fixed_in else ""
+        sentences.append(f"Known: {_short(signature.sources[0])}{fixed}.")
+    return sentences
+
+
+def _short(url: str) -> str:
+    """``https://github.com/sgl-project/sglang/issues/11275`` -> ``sgl-project/sglang#11275``."""
+    return re.sub(r"^https://github\.com/([\w.-]+/[\w.-]+)/(?:issues|pull|discussions)/(\d+)$", r"\1#\2", url)
+
+
+def memory_sentence(memory: Memory | None, verdict: str) -> str:
+    """``Not out of memory (33 of 449 GB resident, no oom_kill; 425 GB are address space).``"""
+    if memory is None or not memory.resident:
+        return ""
+    limit = f" of {memory.limit / GB:.0f}" if memory.limit else ""
+    space = f"; {memory.virtual / GB:.0f} GB are address space" if memory.virtual > 4 * memory.resident else ""
+    if memory.oom_kills:
+        return f"The kernel killed {memory.oom_kills} process(es) for memory since the launch."
+    if memory.short or (memory.pressure or 0) > 20:
+        return f"Memory is short ({memory.resident / GB:.0f}{limit} GB resident, {memory.swapped / GB:.0f} GB swapped)."
+    kills = ", no oom_kill" if memory.oom_kills == 0 else ""
+    return f"Not out of memory ({memory.resident / GB:.0f}{limit} GB resident{kills}{space})."
+
+
+def _spec(case: Case) -> str | None:
+    """Name of the speculative decoding in use, None for the base server."""
+    name = case.evidence.axes.get("spec_decode", "base")
+    return None if name in ("base", "off", "none", "") else _SPEC_NAMES.get(name, name)
+
+
+def draft_frames(members: Iterable[Member]) -> list[tuple[str, str]]:
+    """(label, frame) of frames that belong to a drafter or its verification."""
+    return [(m.label, f.name) for m in members for f in m.frames if _DRAFT.search(f"{f.name} {f.file}")]
+
+
+def _spec_sentence(case: Case) -> str:
+    name = _spec(case)
+    stacks = [m for m in case.ranks if m.has_stack]
+    if name is None or not stacks or len(stacks) < len(case.ranks):
+        return ""
+    found = draft_frames(stacks)
+    if not found:
+        return f"{name} is not involved: no draft frame in any stack."
+    label, frame = found[0]
+    return f"{name} is involved: {frame} is in the stack of {label}."
+
+
+def _ruled_out(case: Case, finding: Finding) -> list[tuple[str, str]]:
+    found: list[tuple[str, str]] = []
+    memory = case.evidence.memory
+    if memory and memory.resident and finding.verdict != "oom" and not memory.oom_kills and not memory.short:
+        limit = f" of {memory.limit / GB:.0f}" if memory.limit else ""
+        found.append(
+            (
+                "out of memory",
+                f"{memory.resident / GB:.0f}{limit} GB resident" + (", no oom_kill" if memory.oom_kills == 0 else ""),
+            )
+        )
+    name = _spec(case)
+    stacks = [m for m in case.ranks if m.has_stack]
+    if name and stacks and len(stacks) == len(case.ranks) and not draft_frames(stacks):
+        found.append((name, "no draft frame in any stack"))
+    progress = case.evidence.progress
+    if finding.verdict == "hang":
+        if progress and progress.still is not None:
+            found.append(("slow", f"nothing moved for {progress.still:.0f} s"))
+        elif len(case.evidence.rounds) > 1 and not case.compilers:
+            found.append(("a running build", "no compiler below the server used CPU between the rounds"))
+        if not case.dead and case.merged.members and not case.evidence.foreign:
+            found.append(("a dead rank", f"all {len(case.ranks)} ranks are alive"))
+    if finding.verdict == "slow" and case.compilers:
+        found.append(("hang", f"{case.compilers[0]} uses CPU"))
+    return found
+
+
+def _facts(case: Case, finding: Finding) -> list[tuple[str, str]]:
+    found = list(finding.facts)
+    for entry in case.merged.classes:
+        members = case.merged.of(entry)
+        if entry.role in ("helper", "other") and not set(entry.ranks) & set(finding.culprits):
+            continue
+        found.append((f"{format_ranks(entry.ranks)} {doing(case, entry, members)}", _dumper(members)))
+    progress = case.evidence.progress
+    if progress and progress.still is not None:
+        found.append((f"nothing moved for {progress.still:.0f} s; last: {progress.last or 'unknown'}", "watcher"))
+    found.extend(
+        (f"{claim.claim}", claim.source) for claim in case.witnesses if (claim.claim, claim.source) not in found
+    )
+    if case.evidence.answers is False:
+        found.append(("a completion sent just now got no answer", "HTTP"))
+    found.extend(
+        (f"{fact.claim}", fact.witness) for fact in case.evidence.log[:5] if (fact.claim, fact.witness) not in found
+    )
+    return found[:40]
+
+
+def _dumper(members: Sequence[Member]) -> str:
+    return ", ".join(sorted({m.dumper for m in members}))
