@@ -1,1 +1,135 @@
-"""Every hook of the plugin, each a line or two of delegation."""
+"""Every hook of the plugin, each a line or two of delegation. What costs time to import is imported when needed."""
+
+from __future__ import annotations
+
+from collections.abc import Generator
+from typing import Any
+
+import pytest
+
+from . import marks, options
+from .fixtures import gpuserve_cell, gpuserve_pool, gpuserve_server, server
+from .state import PROBLEM, STATE, State, state_of, uses_pool
+
+__all__ = ["gpuserve_cell", "gpuserve_pool", "gpuserve_server", "server"]
+
+
+def pytest_addoption(parser: pytest.Parser) -> None:
+    options.add_options(parser)
+
+
+def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
+    from . import newhooks
+
+    pluginmanager.add_hookspecs(newhooks)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
+    options.keep_plan_here(config)
+    return (yield)
+
+
+def pytest_configure(config: pytest.Config) -> None:
+    marks.register(config)
+    config.stash[STATE] = state = State(config, options.read_settings(config))
+    if state.distributes:
+        from .xdist import Controller
+
+        config.pluginmanager.register(Controller(state), "gpuserve-controller")
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    from .order import Order
+
+    session.config.pluginmanager.register(Order(state_of(session.config)), "gpuserve-order")
+
+
+def pytest_report_header(config: pytest.Config) -> list[str]:
+    from .terminal import header
+
+    return header(state_of(config))
+
+
+def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
+    if metafunc.definition.get_closest_marker("gpuserve_matrix") is not None:
+        from .matrix import generate
+
+        generate(metafunc, state_of(metafunc.config))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtestloop(session: pytest.Session) -> bool | None:
+    return True if state_of(session.config).settings.action == "plan" else None  # terminal.py shows it
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
+    state = state_of(item.config)
+    state.item = item
+    try:
+        return (yield)
+    finally:
+        state.test_ended(item)
+
+
+def pytest_runtest_setup(item: pytest.Item) -> None:
+    if uses_pool(item) or PROBLEM in item.stash:
+        from .checks import check
+
+        state_of(item.config).clock.restart(item)
+        check(item, state_of(item.config))
+
+
+@pytest.hookimpl(wrapper=True, tryfirst=True)
+def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
+    if uses_pool(item):
+        state_of(item.config).clock.restart(item)
+    return (yield)
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_fixture_setup(request: pytest.FixtureRequest) -> Generator[None, Any, Any]:
+    fixtures = state_of(request.config).fixtures
+    fixtures.append(request)
+    try:
+        return (yield)
+    finally:
+        fixtures.pop()
+
+
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_makereport(
+    item: pytest.Item, call: pytest.CallInfo[None]
+) -> Generator[None, pytest.TestReport, pytest.TestReport]:
+    if not uses_pool(item) and state_of(item.config).pool is None:
+        return (yield)
+    from .outcome import Outcome
+
+    outcome = Outcome(item, call, state_of(item.config))
+    return outcome.apply((yield))
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_set_timer(item: pytest.Item, settings: Any) -> bool | None:
+    return state_of(item.config).clock.set_timer(item, settings)
+
+
+@pytest.hookimpl(tryfirst=True, optionalhook=True)
+def pytest_timeout_cancel_timer(item: pytest.Item) -> None:
+    state_of(item.config).clock.cancelled()
+
+
+def pytest_enter_pdb(config: pytest.Config) -> None:
+    state_of(config).clock.debugger_entered()
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
+    from .terminal import summary
+
+    summary(terminalreporter, state_of(config))
+
+
+@pytest.hookimpl(tryfirst=True)
+def pytest_sessionfinish(session: pytest.Session) -> None:
+    state_of(session.config).session_finished()

@@ -1,0 +1,124 @@
+"""Before a test with a server is set up: may it run here? Says so by failing or skipping it, in one paragraph."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections import Counter
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ..gpu import Gpu, Reading, query, visible
+from .marks import capabilities
+from .state import PROBLEM, WANTED, State, uses_pool
+
+if TYPE_CHECKING:
+    from ..isolation.matrix import Cell
+    from ..spec import ServerSpec
+
+_READING: pytest.StashKey[Reading] = pytest.StashKey()
+
+
+def check(item: pytest.Item, state: State) -> None:
+    """Fail or skip the test whose set-up begins, when its marks or this machine's GPUs leave nothing else."""
+    settings = state.settings
+    if settings.action == "skip" and uses_pool(item):
+        pytest.skip("needs a server, and --gpuserve=skip starts none")
+    if problem := item.stash.get(PROBLEM, None):
+        pytest.fail(problem, pytrace=False)
+    wanted = item.stash.get(WANTED, None)
+    if wanted is None:
+        return
+    if problem := missing_model(wanted.spec):
+        pytest.fail(problem, pytrace=False)
+    if settings.session_deadline is not None and time.time() >= settings.session_deadline:
+        pytest.fail("not run: the session's deadline (--gpuserve-session-deadline) has passed.", pytrace=False)
+    if reason := missing_gpus(item, wanted.spec):
+        if settings.strict_arch:
+            pytest.fail(f"{reason} (failed, not skipped, because of --gpuserve-strict-arch)", pytrace=False)
+        pytest.skip(reason)
+
+
+def skip_excluded(item: pytest.Item, cell: Cell) -> None:
+    """Skip a cell that its matrix excludes on the architecture of this machine."""
+    if cell.skip_on:
+        here = {gpu.sm for gpu in _visible(item.config, None) if gpu.sm is not None}
+        if here & set(cell.skip_on):
+            pytest.skip(f"excluded on sm{min(here & set(cell.skip_on))} by the matrix (exclude=, arch)")
+
+
+def missing_model(spec: ServerSpec) -> str | None:
+    """Why the model cannot be served: it is written as a path that leads nowhere."""
+    if spec.model and spec.model.startswith(("/", "./", "../", "~")) and not Path(spec.model).expanduser().exists():
+        return (
+            f"the model {spec.model} does not exist. Change model= in the gpuserve mark, or override it with "
+            f"--gpuserve-set model=PATH."
+        )
+    return None
+
+
+def missing_gpus(item: pytest.Item, spec: ServerSpec) -> str | None:
+    """Why this machine's GPUs will not do for a test, naming what was found; None when they will."""
+    exact, least = capabilities(item)
+    asked = bool(exact) or least is not None
+    if not asked and not uses_gpus(spec):
+        return None
+    units = _visible(item.config, spec)
+    if len(suitable_gpus(item, units)) >= spec.tp or not (asked or units):
+        return None  # an engine without any GPU may run on CPU: that is for the engine to say
+    names = [f"sm{major}{minor}" for major, minor in sorted(exact)]
+    names += [f"sm{least[0]}{least[1]} or later"] if least else []
+    kind = f" of compute capability {' or '.join(names)}" if names else ""
+    return f"needs {spec.tp} GPU{'s' if spec.tp > 1 else ''}{kind}; found {_found(item.config, units)}"
+
+
+def suitable_gpus(item: pytest.Item | None, units: Sequence[Gpu]) -> list[Gpu]:
+    """Those of ``units`` that the ``sm`` marks of a test allow."""
+    exact, least = capabilities(item) if item is not None else (frozenset(), None)
+    if not exact and least is None:
+        return list(units)
+    return [
+        g for g in units if g.capability and (g.capability in exact or (least is not None and g.capability >= least))
+    ]
+
+
+def uses_gpus(spec: ServerSpec) -> bool:
+    """False for engines that say they need no GPU."""
+    from ..engines import get_engine
+
+    return bool(getattr(get_engine(spec.engine), "uses_gpus", True))
+
+
+def gpus_for(spec: ServerSpec, item: pytest.Item | None, config: pytest.Config) -> tuple[str, ...]:
+    """Entries of CUDA_VISIBLE_DEVICES for a server: the first ``tp`` that may be used; none for engines without GPUs.
+
+    The seam where leases go.
+    """
+    if not uses_gpus(spec):
+        return ()
+    units = suitable_gpus(item, _visible(config, spec))[: spec.tp]
+    return tuple(unit.uuid if unit.parent else str(unit.index) for unit in units)
+
+
+def _visible(config: pytest.Config, spec: ServerSpec | None) -> tuple[Gpu, ...]:
+    own = dict(spec.env) if spec is not None else {}
+    return visible(_reading(config).gpus, own.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")))
+
+
+def _reading(config: pytest.Config) -> Reading:
+    if _READING not in config.stash:
+        config.stash[_READING] = query(5.0)
+    return config.stash[_READING]
+
+
+def _found(config: pytest.Config, units: Sequence[Gpu]) -> str:
+    if not units:
+        problem = _reading(config).problem
+        return f"none ({problem.rstrip('.')})" if problem else "none (see CUDA_VISIBLE_DEVICES)"
+    kinds = Counter((gpu.name or "GPU", gpu.sm) for gpu in units)
+    return ", ".join(
+        f"{count} x {name} (sm{sm if sm is not None else ' unknown'})" for (name, sm), count in kinds.items()
+    )

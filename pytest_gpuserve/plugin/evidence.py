@@ -1,0 +1,96 @@
+"""What happened to a server while a test ran, read from what its supervisor wrote."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from ..errors import GpuserveError
+
+if TYPE_CHECKING:
+    from ..server.control import Event
+    from ..server.handle import Server
+
+_ASKED = frozenset({"stop", "owner"})
+"""Reasons of ``killing`` that are no hang: a stop that was asked for."""
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One server's part in one phase of a test.
+
+    Attributes:
+        fired: alarms that went off, by name.
+        killed: the server was ended because of one.
+        exit_code: of a server that ended by itself; None while it runs and for one that was ended.
+        incidents: entries of incidents.jsonl written meanwhile, oldest first.
+    """
+
+    server: Server
+    fired: tuple[str, ...]
+    killed: bool
+    exit_code: int | None
+    incidents: tuple[Mapping[str, Any], ...]
+
+    @property
+    def spared(self) -> bool:
+        """An alarm went off, and the server lives."""
+        return bool(self.fired) and not self.killed and self.exit_code is None
+
+
+class Evidence:
+    """Reads one server's events and incidents, each once."""
+
+    def __init__(self, server: Server, limit: float) -> None:
+        self._server = server
+        self._limit = limit
+        self._events = 0
+        self._incidents = 0
+        self.skip()
+
+    def skip(self) -> None:
+        """What happened until now belongs to nobody's test."""
+        self._events = len(self._server.control.events())
+        self._incidents = len(self._server.incidents())
+
+    def under_way(self) -> bool:
+        """An alarm went off and its dump is still being taken."""
+        return _open_alarms(self._server.control.events(self._events)) > 0
+
+    def take(self) -> Finding | None:
+        """What is new since the last call; waits for a dump that is under way, within its limit. None: nothing."""
+        deadline = time.monotonic() + self._limit
+        events = self._server.control.events(self._events)
+        while _open_alarms(events) and time.monotonic() < deadline:
+            time.sleep(0.05)
+            events = self._server.control.events(self._events)
+        incidents = self._server.incidents()[self._incidents :]
+        self._events += len(events)
+        self._incidents += len(incidents)
+        fired = tuple(str(event.data["name"]) for event in events if event.kind == "fired")
+        killed = any(event.kind == "killing" and event.data.get("why") not in _ASKED for event in events)
+        code = None if killed else self._server.exit_code()
+        if not fired and not killed and not incidents and code is None:
+            return None
+        return Finding(self._server, fired, killed, code, tuple(incidents))
+
+    def quietly(self, call: Callable[..., object], *args: object) -> None:
+        """A request to the supervisor that may find it dead; the server's own death will tell then."""
+        with contextlib.suppress(GpuserveError, OSError):
+            call(*args)
+
+
+def _open_alarms(events: list[Event]) -> int:
+    """Alarms that went off and whose end (spared, or everything killed) has not been written yet."""
+    open_ = 0
+    for event in events:
+        if event.kind == "fired":
+            open_ += 1
+        elif event.kind == "spared":
+            open_ -= 1
+        elif event.kind == "stopped":
+            open_ = 0
+    return open_

@@ -1,0 +1,74 @@
+"""What became of the session's servers, as plain values: counted where tests run, told on the controller."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import asdict, dataclass, field
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from ..errors import ServerStartError
+    from ..server.handle import Server
+    from ..spec import ServerSpec
+
+
+@dataclass(slots=True)
+class Row:
+    """One configuration."""
+
+    id: str
+    started: int = 0
+    reused: int = 0
+    failed_starts: int = 0
+    hung: int = 0
+    exited: int = 0
+
+
+@dataclass(slots=True)
+class Ledger:
+    """Counts by spec key, and one entry an incident: id, test, reason, verdict, incident (its directory), spared."""
+
+    rows: dict[str, Row] = field(default_factory=dict)
+    incidents: list[dict[str, Any]] = field(default_factory=list)
+    troubles: list[str] = field(default_factory=list)
+
+    def _row(self, spec: ServerSpec) -> Row:
+        return self.rows.setdefault(spec.key, Row(spec.id))
+
+    def starting(self, spec: ServerSpec) -> None:
+        self._row(spec).started += 1
+
+    def reused(self, server: Server) -> None:
+        self._row(server.spec).reused += 1
+
+    def start_failed(self, spec: ServerSpec, error: ServerStartError, test: str | None) -> None:
+        self._row(spec).failed_starts += 1
+        self.incident(spec, test, "start", error.verdict, error.incident, spared=False)
+
+    def hung(self, spec: ServerSpec) -> None:
+        self._row(spec).hung += 1
+
+    def exited(self, spec: ServerSpec) -> None:
+        self._row(spec).exited += 1
+
+    def incident(
+        self, spec: ServerSpec, test: str | None, reason: str, verdict: str, directory: str | None, *, spared: bool
+    ) -> None:
+        entry = {"id": spec.id, "test": test, "reason": reason, "verdict": verdict, "incident": directory}
+        self.incidents.append({**entry, "spared": spared})
+
+    def trouble(self, text: str) -> None:
+        self.troubles.append(text)
+
+    def to_json(self) -> dict[str, Any]:
+        """Values that execnet can carry to the controller."""
+        return asdict(self)
+
+    def add(self, other: Mapping[str, Any]) -> None:
+        """Take in what another process counted."""
+        for key, row in other["rows"].items():
+            mine = self.rows.setdefault(key, Row(row["id"]))
+            for name in ("started", "reused", "failed_starts", "hung", "exited"):
+                setattr(mine, name, getattr(mine, name) + row[name])
+        self.incidents += other["incidents"]
+        self.troubles += other["troubles"]

@@ -1,0 +1,299 @@
+"""One table of options, read once into a frozen :class:`Settings`.
+
+Each option has a command-line form ``--gpuserve-NAME``, an environment variable ``GPUSERVE_NAME`` and an ini key
+``gpuserve_name``; the first that is set wins, in that order. A mark may override the limits of its own server.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any, Literal
+
+import pytest
+
+Source = str
+"""Where a value came from, as an error names it: ``--gpuserve-grace``, ``GPUSERVE_GRACE``, ``gpuserve_grace in …``."""
+
+LIMITS = ("startup_timeout", "grace", "dump_timeout")
+"""Limits that a ``gpuserve`` mark may set for its own server, stronger than the options of the same name."""
+
+
+@dataclass(frozen=True, slots=True)
+class Settings:
+    """What the user chose for this session. Times in seconds.
+
+    Attributes:
+        action: ``run``, ``plan`` (show what would start, start nothing) or ``skip`` (skip every test with a server).
+        soft: dump and report, never kill.
+        session_deadline: wall-clock time (as time.time()) at which every server is dumped; None: no deadline.
+        artifacts: where incidents go; None: nowhere but the state directory.
+        override: what ``--gpuserve-set`` launches, stronger than marks.
+        defaults: what the configuration file launches, weaker than marks.
+        chosen: the options that were given on the command line or in the environment.
+    """
+
+    action: Literal["run", "plan", "skip"]
+    soft: bool
+    strict_arch: bool
+    startup_timeout: float
+    grace: float
+    dump_timeout: float
+    artifacts: Path | None
+    session_deadline: float | None
+    override: Mapping[str, object] = field(default_factory=dict)
+    defaults: Mapping[str, object] = field(default_factory=dict)
+    chosen: tuple[str, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Option:
+    """A row of the table. ``parse(text, source)`` raises pytest.UsageError."""
+
+    name: str
+    parse: Callable[[str, Source], Any]
+    default: str
+    help: str
+    metavar: str | None = None
+    flag: bool = False
+
+    @property
+    def cli(self) -> str:
+        return f"--gpuserve-{self.name}" if self.name else "--gpuserve"
+
+    @property
+    def key(self) -> str:
+        return f"gpuserve_{self.name}".rstrip("_").replace("-", "_")
+
+    def text(self, config: pytest.Config) -> tuple[str, Source]:
+        """The winning text and its source; the default's source is the option itself."""
+        given = config.getoption(self.key, None)
+        if given is not None:
+            return str(given), self.cli
+        variable = self.key.upper()
+        if os.environ.get(variable):
+            return os.environ[variable], f"the environment variable {variable}"
+        ini = config.getini(self.key)
+        if ini not in (None, ""):
+            return str(ini), f"{self.key} in {config.inipath or 'the configuration file'}"
+        return self.default, self.cli
+
+    def chosen(self, config: pytest.Config) -> bool:
+        """True when the command line or the environment sets it."""
+        return config.getoption(self.key, None) is not None or bool(os.environ.get(self.key.upper()))
+
+
+def _choice(*allowed: str) -> Callable[[str, Source], str]:
+    def parse(text: str, source: Source) -> str:
+        if text not in allowed:
+            raise pytest.UsageError(f"{source}: {text!r} is none of {', '.join(allowed)}.")
+        return text
+
+    return parse
+
+
+def seconds(text: object, source: Source) -> float:
+    """A positive number of seconds.
+
+    Raises:
+        pytest.UsageError: it is none.
+    """
+    try:
+        value = float(str(text))
+    except ValueError:
+        value = -1.0
+    if not 0 < value < float("inf"):
+        raise pytest.UsageError(f"{source}: {text!r} is no number of seconds above 0 (write 600, not 10m).")
+    return value
+
+
+def _switch(text: str, source: Source) -> bool:
+    words = {"1": True, "yes": True, "true": True, "on": True, "0": False, "no": False, "false": False, "off": False}
+    if text.lower() not in words:
+        raise pytest.UsageError(f"{source}: {text!r} is neither yes nor no.")
+    return words[text.lower()]
+
+
+def deadline(text: str, source: Source, now: float | None = None) -> float | None:
+    """Wall-clock time of a session deadline: seconds from now, ``HH:MM[:SS]`` (next one, local), or ISO date and time.
+
+    Raises:
+        pytest.UsageError: it is none of these, or a date that has passed.
+    """
+    if text in ("", "off"):
+        return None
+    from datetime import datetime, timedelta
+
+    now = time.time() if now is None else now
+    moment = datetime.fromtimestamp(now)
+    if ":" not in text:
+        return now + seconds(text, source)
+    try:
+        if "-" in text:
+            when = datetime.fromisoformat(text).timestamp()
+        else:
+            hour, minute, *rest = (int(part) for part in text.split(":"))
+            clock = moment.replace(hour=hour, minute=minute, second=rest[0] if rest else 0, microsecond=0)
+            when = (clock if clock > moment else clock + timedelta(days=1)).timestamp()
+    except (ValueError, IndexError):
+        raise pytest.UsageError(
+            f"{source}: {text!r} is neither seconds (3300), a time of day (17:45) nor a date and time "
+            f"(2026-01-31T17:45)."
+        ) from None
+    if when <= now:
+        raise pytest.UsageError(f"{source}: {text} has already passed.")
+    return when
+
+
+OPTIONS: tuple[Option, ...] = (
+    Option(
+        "",
+        _choice("run", "plan", "skip"),
+        "run",
+        "run: start servers as tests need them; plan: show what would be started and start nothing; "
+        "skip: skip every test that needs a server",
+        "run|plan|skip",
+    ),
+    Option(
+        "mode",
+        _choice("enforce", "soft"),
+        "enforce",
+        "enforce: a hung server is dumped, then ended; soft: dump and report, never kill",
+        "enforce|soft",
+    ),
+    Option(
+        "strict-arch",
+        _switch,
+        "no",
+        "fail instead of skip when the GPUs a test's sm marks ask for are missing",
+        flag=True,
+    ),
+    Option("startup-timeout", seconds, "1800", "budget of a server's start-up, on its own clock", "SECONDS"),
+    Option("grace", seconds, "10", "how long a server may take to end after SIGTERM", "SECONDS"),
+    Option(
+        "dump-timeout", seconds, "30", "budget for taking stacks at a deadline, before anything is killed", "SECONDS"
+    ),
+    Option("artifacts", lambda text, _: text, "gpuserve-artifacts", "where incidents are written, or off", "DIR"),
+    Option(
+        "session-deadline",
+        deadline,
+        "off",
+        "dump and end every server then: seconds from now, a time of day (17:45) or a date and time",
+        "WHEN",
+    ),
+    Option(
+        "python",
+        lambda text, _: text,
+        "",
+        "interpreter that runs the engine (default: the one that runs pytest)",
+        "PATH",
+    ),
+)
+
+
+def add_options(parser: pytest.Parser) -> None:
+    """Declare every option and ini key. Command-line defaults are None, so that the weaker sources can win."""
+    group = parser.getgroup("gpuserve", "GPU inference servers under test (pytest-gpuserve)")
+    for option in OPTIONS:
+        text = f"{option.help} (default: {option.default or 'unset'}; {option.key.upper()}, ini {option.key})"
+        if option.flag:
+            group.addoption(option.cli, dest=option.key, action="store_const", const="yes", default=None, help=text)
+        else:
+            group.addoption(option.cli, dest=option.key, metavar=option.metavar, default=None, help=text)
+        parser.addini(option.key, option.help, default="")
+    group.addoption(
+        "--gpuserve-set",
+        dest="gpuserve_set",
+        action="append",
+        metavar="KEY=VALUE",
+        help="change what every mark launches: tp=2, model=/m, cuda_graph=off, args.--log-requests=, env.NAME=x",
+    )
+    for key in ("engine", "model", "tp", "server"):
+        parser.addini(f"gpuserve_{key}", f"default {key} of every server, weaker than marks", default="")
+    parser.addini(
+        "gpuserve_defaults", "KEY=VALUE lines, weaker than marks; keys as for --gpuserve-set", type="linelist"
+    )
+
+
+def read_settings(config: pytest.Config) -> Settings:
+    """All options of this session.
+
+    Raises:
+        pytest.UsageError: one of them is no value of its kind.
+    """
+    values = {option.key: option.parse(*option.text(config)) for option in OPTIONS}
+    chosen = tuple(option.cli for option in OPTIONS if option.chosen(config))
+    where = values["gpuserve_artifacts"]
+    base = config.invocation_params.dir if "--gpuserve-artifacts" in chosen else config.rootpath
+    override = assignments(config.getoption("gpuserve_set", None) or (), "--gpuserve-set")
+    defaults = assignments(config.getini("gpuserve_defaults"), "gpuserve_defaults")
+    for key in ("engine", "model", "tp", "server"):
+        if config.getini(f"gpuserve_{key}") not in (None, ""):
+            defaults[key] = config.getini(f"gpuserve_{key}")
+    if values["gpuserve_python"]:
+        layer = override if config.getoption("gpuserve_python", None) is not None else defaults
+        layer.setdefault("python", values["gpuserve_python"])
+    return Settings(
+        action=values["gpuserve"],
+        soft=values["gpuserve_mode"] == "soft",
+        strict_arch=values["gpuserve_strict_arch"],
+        startup_timeout=values["gpuserve_startup_timeout"],
+        grace=values["gpuserve_grace"],
+        dump_timeout=values["gpuserve_dump_timeout"],
+        artifacts=None if where == "off" else (base / Path(where).expanduser()),
+        session_deadline=values["gpuserve_session_deadline"],
+        override=override,
+        defaults=defaults,
+        chosen=(*chosen, "--gpuserve-set") if config.getoption("gpuserve_set", None) else chosen,
+    )
+
+
+def keep_plan_here(config: pytest.Config) -> None:
+    """A plan is made in one process: pytest-xdist must start no workers for it."""
+    if OPTIONS[0].text(config)[0] == "plan" and hasattr(config.option, "numprocesses"):
+        config.option.numprocesses, config.option.dist, config.option.tx = 0, "no", []
+
+
+def assignments(lines: Sequence[str], source: Source) -> dict[str, Any]:
+    """``KEY=VALUE`` lines as a layer of a spec: ``args.FLAG``, ``env.NAME`` and axes are put where they belong.
+
+    A value that reads as JSON (a number, true, false, null, a list, an object) is taken as that, any other as text.
+
+    Raises:
+        pytest.UsageError: a line without ``=`` or with a key that no server has.
+    """
+    layer: dict[str, Any] = {}
+    for line in lines:
+        from ..spec import AXES, SPEC_KEYS
+
+        key, equals, text = line.partition("=")
+        key = key.strip()
+        if key.startswith("args.--"):  # args.--flag=value: the flag's own dashes stay
+            equals = equals or "="
+        if not equals:
+            raise pytest.UsageError(f"{source}: {line!r} is no KEY=VALUE (for example tp=2 or env.NCCL_DEBUG=INFO).")
+        room, dot, name = key.partition(".")
+        if dot and room in ("args", "env", "axes") and name:
+            value = text if room == "env" else _json_or_text(text)
+            layer.setdefault(room, {})[name] = None if room == "args" and text == "" else value
+        elif key in AXES:
+            layer.setdefault("axes", {})[key] = _json_or_text(text)
+        elif key in SPEC_KEYS or key == "server":
+            layer[key] = _json_or_text(text) if key in ("tp", "command", "args", "env", "axes") else text
+        else:
+            raise pytest.UsageError(
+                f"{source}: there is no {key!r}. Keys: {', '.join(SPEC_KEYS)}, args.FLAG, env.NAME; "
+                f"axes: {', '.join(AXES)}."
+            )
+    return layer
+
+
+def _json_or_text(text: str) -> Any:
+    try:
+        return json.loads(text)
+    except ValueError:
+        return text

@@ -1,0 +1,160 @@
+"""What a test's report says of its server: failed when an alarm went off, one short section, properties for junit."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ..errors import ServerError
+from ..report.text import escape
+from .pool import SESSION_ALARM, TEST_ALARM, Slot
+from .state import ERROR, State
+
+if TYPE_CHECKING:
+    from .evidence import Finding
+
+_PACKAGE = Path(__file__).parents[1]
+_PROPERTIES = ("gpuserve_verdict", "gpuserve_phase", "gpuserve_incident")
+
+
+class Outcome:
+    """Looks at the servers of a test when one of its phases has ended; made before pytest's own report is."""
+
+    def __init__(self, item: pytest.Item, call: pytest.CallInfo[None], state: State) -> None:
+        self._item, self._call, self._state = item, call, state
+        assert state.pool is not None
+        self._pool = state.pool
+        if call.when != "setup" or call.excinfo is not None:
+            state.clock.halt()  # the phase is over: a teardown, or the next attempt, starts the clock afresh
+        self._findings = [(slot, found) for slot in self._pool.touched if (found := self._take(slot)) is not None]
+        self._hide_our_frames()
+        if call.when == "setup" and call.excinfo is None:
+            item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in _PROPERTIES]
+        self._set_properties()
+
+    def _take(self, slot: Slot) -> Finding | None:
+        if slot.evidence.under_way():
+            self._state.clock.halt()
+        return slot.evidence.take()
+
+    def apply(self, report: pytest.TestReport) -> pytest.TestReport:
+        """Change the report of the phase, and remember what it means for the servers."""
+        passed_by = [found for _, found in self._findings if found.fired or found.killed]
+        if report.passed and passed_by:
+            report.outcome = "failed"
+            report.longrepr = f"{self._item.nodeid} went on to its end, but: {_headline(passed_by[0], self._timeout())}"
+        text = "\n\n".join(part for _, found in self._findings if (part := self._text(found)))
+        if text:
+            report.sections.append(("gpuserve", text))
+        for slot, found in self._findings:
+            self._account(slot, found, report)
+        if report.failed and report.when != "teardown":
+            self._pool.failed(spared=any(found.spared for _, found in self._findings))
+        return report
+
+    def _text(self, found: Finding) -> str:
+        lines = [_headline(found, self._timeout())]
+        said = str(self._call.excinfo.value) if self._call.excinfo is not None else ""
+        for incident in found.incidents:
+            text = str(incident.get("text") or "").strip()
+            if text and text not in said:
+                lines.append(text)
+            if incident.get("incident") and str(incident["incident"]) not in said + text:
+                lines.append(f"stacks of every process: {incident['incident']}")
+        return "\n".join(escape(line) for line in "\n".join(filter(None, lines)).splitlines())
+
+    def _account(self, slot: Slot, found: Finding, report: pytest.TestReport) -> None:
+        spec, ledger = found.server.spec, self._state.ledger
+        for incident in found.incidents:
+            where = incident.get("incident")
+            ledger.incident(
+                spec,
+                self._item.nodeid,
+                str(incident.get("reason")),
+                str(incident.get("verdict")),
+                str(where) if where else None,
+                spared=not found.killed and _to_blame(incident),
+            )
+            self._item.config.hook.pytest_gpuserve_incident(server=found.server, incident=incident)
+        if found.killed:
+            ledger.hung(spec)
+            self._pool.strike(slot, f"it hung in {self._item.nodeid}{_where(found)}")
+        elif found.exit_code is not None and report.failed:
+            ledger.exited(spec)
+            self._pool.strike(slot, f"it ended with exit code {found.exit_code} in {self._item.nodeid}")
+
+    def _set_properties(self) -> None:
+        values: dict[str, str] = {}
+        error = self._call.excinfo.value if self._call.excinfo is not None else None
+        error = self._item.stash.get(ERROR, None) if not isinstance(error, ServerError) else error
+        if isinstance(error, ServerError) and self._call.excinfo is not None:
+            values = {"gpuserve_verdict": error.verdict, "gpuserve_incident": error.incident or ""}
+        for _, found in self._findings:
+            for incident in found.incidents:
+                values = {
+                    "gpuserve_verdict": str(incident.get("verdict") or ""),
+                    "gpuserve_incident": str(incident.get("incident") or ""),
+                }
+        if not values:
+            return
+        values["gpuserve_phase"] = _phase(values["gpuserve_incident"])
+        kept = [entry for entry in self._item.user_properties if entry[0] not in _PROPERTIES]
+        self._item.user_properties[:] = kept + [(name, values[name]) for name in _PROPERTIES if values[name]]
+
+    def _timeout(self) -> float | None:
+        return self._state.clock.timeout_of(self._item)
+
+    def _hide_our_frames(self) -> None:
+        """A traceback ends in the user's code: what is ours is told by the message."""
+        excinfo = self._call.excinfo
+        if excinfo is not None and isinstance(excinfo.value, ServerError):
+            theirs = excinfo.traceback.filter(lambda entry: _PACKAGE not in Path(str(entry.path)).parents)
+            if theirs:
+                excinfo.traceback = theirs
+
+
+def _headline(found: Finding, timeout: float | None) -> str:
+    """What happened to the server, in one sentence or two."""
+    spec = found.server.spec.id
+    if TEST_ALARM in found.fired:
+        reached = f"the test's timeout of {timeout:g} s was reached" if timeout else "the test's timeout was reached"
+    elif SESSION_ALARM in found.fired:
+        reached = "the session's deadline (--gpuserve-session-deadline) was reached"
+    elif found.fired:
+        reached = f"the watch on the server went off ({', '.join(found.fired)})"
+    elif found.killed:
+        reached = "the server hung"
+    elif found.exit_code is not None:
+        return f"{spec} ended by itself with exit code {found.exit_code}."
+    else:
+        return ""
+    if found.killed:
+        return f"{reached}: {spec} was dumped, then ended. The next test that wants it gets a fresh one."
+    if found.exit_code is not None:
+        return f"{reached}, and {spec} had ended with exit code {found.exit_code}."
+    if any(_to_blame(incident) for incident in found.incidents):
+        return f"{reached}: {spec} was dumped and left alone (--gpuserve-mode=soft); it would have been ended."
+    return (
+        f"{reached} while {spec} was healthy: the test was slow, or stuck in its own code. The server was dumped, not "
+        f"ended, and serves the next test."
+    )
+
+
+def _to_blame(incident: Mapping[str, Any]) -> bool:
+    return incident.get("verdict") not in ("ready", "slow", "degraded", "undecided", None)
+
+
+def _where(found: Finding) -> str:
+    last = found.incidents[-1] if found.incidents else {}
+    return f" ({last.get('verdict')}, {last.get('incident')})" if last else ""
+
+
+def _phase(incident: str) -> str:
+    try:
+        return str(json.loads((Path(incident) / "incident.json").read_text(encoding="utf-8")).get("phase") or "")
+    except (OSError, ValueError, AttributeError):
+        return ""

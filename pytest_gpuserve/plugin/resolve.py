@@ -1,0 +1,154 @@
+"""From a test to the server it wants: marks, options and the configuration file put together."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING, Any
+
+import pytest
+
+from ..errors import SpecError
+from ..spec import AXES, ServerSpec, merge
+from .named import named
+from .options import LIMITS, Settings, seconds
+
+if TYPE_CHECKING:
+    Node = pytest.Item | pytest.Collector
+
+
+@dataclass(frozen=True, slots=True)
+class Wanted:
+    """What one test asks for: the server, and the limits its marks set (None: the session's)."""
+
+    spec: ServerSpec
+    startup_timeout: float | None = None
+    grace: float | None = None
+    dump_timeout: float | None = None
+
+    def limits(self, settings: Settings) -> Settings:
+        """The session's settings with this test's own limits."""
+        own = {name: getattr(self, name) for name in LIMITS if getattr(self, name) is not None}
+        return replace(settings, **own) if own else settings
+
+
+@dataclass(frozen=True, slots=True)
+class AxisProblem:
+    """An axis, or a value of it, that the engine does not have."""
+
+    axis: str
+    value: str
+    text: str
+
+
+def marks(node: Node, name: str) -> Iterator[pytest.Mark]:
+    """Marks called ``name``, weakest first: package, module, outer class, class (base before derived), function, param.
+
+    (``get_closest_marker`` would give the mark of a base class before that of the class itself.)
+    """
+    for parent in node.listchain():
+        yield from (mark for mark in parent.own_markers if mark.name == name)
+
+
+def layers_of(node: Node) -> list[Mapping[str, object]]:
+    """What the ``gpuserve`` marks of a test say, weakest first.
+
+    Raises:
+        SpecError: a mark that says nothing we understand.
+    """
+    source = f"the gpuserve mark of {node.nodeid}"
+    layers = []
+    for mark in marks(node, "gpuserve"):
+        if len(mark.args) > 1:
+            raise SpecError(f"{source} takes one positional argument, the name of a server, not {mark.args!r}.")
+        layers.append(as_layer(mark.args[0] if mark.args else None, mark.kwargs, source))
+    return layers
+
+
+def resolve(item: pytest.Item, settings: Settings) -> Wanted:
+    """The server that the marks of ``item`` describe.
+
+    Raises:
+        SpecError, EngineError: they describe none that can exist.
+    """
+    return build(item.config, settings, *layers_of(item), source=f"the gpuserve mark of {item.nodeid}")
+
+
+def build(
+    config: pytest.Config, settings: Settings, *layers: Mapping[str, object], source: str, check: bool = True
+) -> Wanted:
+    """Defaults, the named server that the strongest layer names, the layers, ``--gpuserve-set``: later ones win.
+
+    Raises:
+        SpecError, EngineError: the result is no server that can exist (axes are looked at if ``check``).
+    """
+    given = [_normal(layer, source) for layer in (settings.defaults, *layers, settings.override)]
+    name = next((str(layer["server"]) for layer in reversed(given) if "server" in layer), None)
+    if name is not None:
+        table, where = named(config, "servers", name)
+        given.insert(1, _normal(table, where))
+    values = merge(*given)
+    values.pop("server", None)
+    limits = {key: _limit(values.pop(key), f"{source}: {key}") for key in LIMITS if key in values}
+    spec = ServerSpec.from_mapping(values, source=source)
+    if check and (problem := axis_problem(spec)):
+        raise SpecError(f"{source}: {problem.text}")
+    return Wanted(spec, **limits)
+
+
+def axis_problem(spec: ServerSpec) -> AxisProblem | None:
+    """The first axis or value of a spec that its engine does not have.
+
+    Raises:
+        EngineError: there is no such engine.
+    """
+    from ..engines import get_engine
+
+    known = get_engine(spec.engine).axes
+    for axis, value in spec.axes:
+        if axis not in known:
+            text = (
+                f"engine {spec.engine!r} has no axis {axis!r}. Its axes: {', '.join(sorted(known)) or 'none'}; "
+                f"for a flag of the engine itself use args=, for a variable env=."
+            )
+            return AxisProblem(axis, value.name, text)
+        if known[axis] and value.name not in known[axis]:
+            text = f"engine {spec.engine!r} has no {axis} {value.name!r}. Values: {', '.join(sorted(known[axis]))}."
+            return AxisProblem(axis, value.name, text)
+    return None
+
+
+def as_layer(first: object, values: Mapping[str, object], source: str) -> Mapping[str, object]:
+    """``values`` over the name of a server, a ServerSpec, a mapping, a cell of a matrix, or None.
+
+    Raises:
+        SpecError: ``first`` is none of these.
+    """
+    if isinstance(first, str):
+        first = {"server": first}
+    elif isinstance(first, ServerSpec):
+        first = first.to_json()
+    elif hasattr(first, "layer"):
+        first = first.layer()
+    if first is not None and not isinstance(first, Mapping):
+        raise SpecError(f"{source} takes the name of a server or keywords such as engine=, not {first!r}.")
+    return {**(first or {}), **values}
+
+
+def _normal(layer: Mapping[str, object], source: str) -> dict[str, object]:
+    """Axes at the top level moved into ``axes``, so that layers merge whichever way they were written."""
+    values: dict[str, object] = {key: value for key, value in layer.items() if key not in AXES and value is not None}
+    inner = values.get("axes", {})
+    if not isinstance(inner, Mapping):
+        raise SpecError(f"{source}: axes must be a mapping of axis to value, not {inner!r}.")
+    top = {key: value for key, value in layer.items() if key in AXES and value is not None}
+    if top or inner:
+        values["axes"] = {**inner, **top}
+    return values
+
+
+def _limit(value: Any, source: str) -> float:
+    try:
+        return seconds(value, source)
+    except pytest.UsageError as error:
+        raise SpecError(str(error)) from None

@@ -1,0 +1,126 @@
+"""What the plugin knows of one session, kept in ``config.stash``; costly parts are made when needed."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import cached_property
+from typing import TYPE_CHECKING, Any, Final
+
+import pytest
+
+from .options import Settings
+
+if TYPE_CHECKING:
+    from ..errors import GpuserveError
+    from .ledger import Ledger
+    from .pool import Pool
+    from .resolve import Wanted
+    from .timeouts import Clock
+
+SERVER: Final = "gpuserve_server"
+"""The fixture through which a test gets its server; in a test's closure exactly when its ``server`` is ours."""
+
+POOL: Final = "gpuserve_pool"
+
+STATE: pytest.StashKey[State] = pytest.StashKey()
+WANTED: pytest.StashKey[Wanted] = pytest.StashKey()
+"""On a test: the server it wants."""
+
+PROBLEM: pytest.StashKey[str] = pytest.StashKey()
+"""On a test: one paragraph why its marks cannot be obeyed; its set-up fails with it."""
+
+ERROR: pytest.StashKey[GpuserveError] = pytest.StashKey()
+"""On a test: why it did not get its server, in the attempt under way."""
+
+
+class State:
+    """One per process and session.
+
+    Attributes:
+        item: the test in progress.
+        fixtures: requests of the fixtures being set up, outermost first.
+        pool: made by the first request for a server.
+        pending: tests still to come, by the key of the server they want.
+        planned: the tests selected, in order.
+    """
+
+    def __init__(self, config: pytest.Config, settings: Settings) -> None:
+        self.config = config
+        self.settings = settings
+        self.item: pytest.Item | None = None
+        self.fixtures: list[pytest.FixtureRequest] = []
+        self.pool: Pool | None = None
+        self.pending: Counter[str] = Counter()
+        self.planned: list[pytest.Item] = []
+        if sent := self._sent_by_controller():
+            self.settings = replace(settings, session_deadline=sent["session_deadline"])
+
+    @cached_property
+    def clock(self) -> Clock:
+        from .timeouts import Clock
+
+        return Clock(self)
+
+    @cached_property
+    def ledger(self) -> Ledger:
+        from .ledger import Ledger
+
+        return Ledger()
+
+    @property
+    def is_worker(self) -> bool:
+        """True in a process that pytest-xdist started."""
+        return hasattr(self.config, "workerinput")
+
+    @property
+    def distributes(self) -> bool:
+        """True in the process that hands tests to pytest-xdist's workers."""
+        return not self.is_worker and bool(self.config.getoption("tx", None)) and self.config.getoption("dist") != "no"
+
+    @property
+    def owners(self) -> tuple[int, ...]:
+        """Pids beside this process whose death must end our servers: the controller's, when it is on this machine."""
+        from ..procfs import ProcessId, same
+
+        sent = self._sent_by_controller()
+        controller = ProcessId(*sent["controller"]) if sent else None
+        return (controller.pid,) if controller is not None and same(controller) else ()
+
+    def _sent_by_controller(self) -> Mapping[str, Any] | None:
+        return getattr(self.config, "workerinput", {}).get("gpuserve")
+
+    def selected(self, items: list[pytest.Item]) -> None:
+        """These tests will be run, in this order."""
+        self.planned = items
+        self.pending = Counter(item.stash[WANTED].spec.key for item in items if WANTED in item.stash)
+
+    def test_ended(self, item: pytest.Item) -> None:
+        """The last attempt of a test is over."""
+        self.item = None
+        if wanted := item.stash.get(WANTED, None):
+            self.pending[wanted.spec.key] -= 1
+        if self.pool is not None:
+            self.pool.test_ended()
+
+    def session_finished(self) -> None:
+        """Send what was counted here to the controller, if there is one."""
+        if self.pool is not None:
+            self.pool.close()
+        if self.is_worker and self.ledger.rows:
+            self.config.workeroutput["gpuserve"] = self.ledger.to_json()  # type: ignore[attr-defined]
+
+
+def state_of(config: pytest.Config) -> State:
+    return config.stash[STATE]
+
+
+def uses_pool(item: object) -> bool:
+    """True for a test that may ask for a server: ``gpuserve_pool`` is among its fixtures, directly or not."""
+    return POOL in getattr(item, "fixturenames", ())
+
+
+def uses_server(item: object) -> bool:
+    """True for a test whose ``server`` (or ``gpuserve_server``) is ours."""
+    return SERVER in getattr(item, "fixturenames", ())

@@ -1,0 +1,68 @@
+"""The controller of a pytest-xdist run: what it tells its workers, and what it learns from them, dead ones included."""
+
+from __future__ import annotations
+
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from ..procfs import process_id
+from .state import State
+
+
+class Controller:
+    """Registered only where tests are handed to workers."""
+
+    def __init__(self, state: State) -> None:
+        self._state = state
+        self._began = time.time()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        me = process_id(os.getpid())
+        node.workerinput["gpuserve"] = {
+            "controller": (me.pid, me.start) if me else (0, 0),
+            "session_deadline": self._state.settings.session_deadline,
+        }
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_testnodedown(self, node: Any) -> None:
+        if counted := getattr(node, "workeroutput", {}).get("gpuserve"):
+            self._state.ledger.add(counted)
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
+        """A worker died in a test (pytest-timeout's thread method ends the process): say where the stacks are."""
+        from ..report.text import escape
+
+        for incident in self._incidents(crashitem):
+            report.sections.append(("gpuserve", escape(f"{incident['text']}\n{incident['incident'] or ''}".rstrip())))
+            for key in ("verdict", "incident"):
+                report.user_properties.append((f"gpuserve_{key}", str(incident.get(key) or "")))
+
+    def _incidents(self, test: str) -> Iterator[Mapping[str, Any]]:
+        from ..server.paths import state_root
+
+        for path in sorted(state_root().glob("sessions/*/*/incidents.jsonl")):
+            for entry in _lines(path):
+                if entry.get("test") == test and float(entry.get("time") or 0) >= self._began:
+                    yield entry
+
+
+def _lines(path: Path) -> Iterator[dict[str, Any]]:
+    try:
+        text = path.read_text(encoding="utf-8", errors="replace")
+    except OSError:
+        return
+    for line in text.splitlines():
+        try:
+            entry = json.loads(line)
+        except ValueError:
+            continue  # cut off by a crash
+        if isinstance(entry, dict):
+            yield entry
