@@ -157,6 +157,21 @@ def query(limit: float = 5.0) -> Reading:
         return sampler.sample(limit)
 
 
+def find(reading: Reading, old: Gpu) -> Gpu:
+    """What ``reading`` says of ``old``, always an answer: a GPU that is gone or mute comes back with ``error``.
+
+    By UUID; a lost GPU has none, so then by index.
+    """
+    units = [unit for gpu in reading.gpus for unit in (gpu, *gpu.instances)]
+    for unit in units:
+        if unit.uuid == old.uuid:
+            return unit
+    for unit in units:
+        if not unit.uuid and unit.error is not None and unit.index == old.index:
+            return replace(old, error=unit.error)
+    return replace(old, error=reading.problem or "NVML no longer lists it")
+
+
 class Sampler:
     """A helper process kept for repeated readings (about 1 ms each), restarted when it died or hung.
 
@@ -403,9 +418,8 @@ def wait_release(
         while True:
             left = deadline - time.monotonic()
             reading = sampler.sample(max(0.5, min(5.0, left)))
-            current = {unit.uuid: unit for gpu in reading.gpus for unit in (gpu, *gpu.instances)}
             for uuid, baseline in list(waiting.items()):
-                now = current.get(uuid) or replace(baseline, error=reading.problem or "NVML no longer lists it")
+                now = find(reading, baseline)
                 result[uuid] = check_release(baseline, now, ours=ours(), same_namespace=same, tolerance=tolerance)
                 if result[uuid].free:
                     del waiting[uuid]
