@@ -122,7 +122,14 @@ def test_helper_dying_in_the_middle_is_an_answer_not_a_wait(nvml: Any) -> None:
 def test_unkillable_helper_is_left_alone_and_named(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     nvml.set(wedge_init=1)
     sampler = Sampler()
-    monkeypatch.setattr(subprocess.Popen, "kill", lambda self: self.send_signal(signal.SIGSTOP))
+
+    def stop(process: subprocess.Popen[bytes]) -> None:
+        process.send_signal(signal.SIGSTOP)
+        deadline = time.monotonic() + 20
+        while _state(process.pid) not in "Tt" and time.monotonic() < deadline:
+            time.sleep(0.01)
+
+    monkeypatch.setattr(subprocess.Popen, "kill", stop)
     sampler.sample(0.3)
     stuck = sampler._stuck
     assert stuck is not None
@@ -156,11 +163,15 @@ def test_helper_does_not_outlive_a_killed_parent(nvml: Any) -> None:
     assert not _alive(helper)
 
 
-def _alive(pid: int) -> bool:
+def _state(pid: int) -> str:
     try:
-        return "Z" not in Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
+        return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0]
     except OSError:
-        return False
+        return "X"
+
+
+def _alive(pid: int) -> bool:
+    return _state(pid) not in "ZX"
 
 
 FOUR = tuple(Gpu(index=n, uuid=f"GPU-{n}{n}ab") for n in range(4))
