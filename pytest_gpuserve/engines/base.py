@@ -64,30 +64,50 @@ class ProcessRole:
 
 @dataclass(frozen=True, slots=True)
 class PhaseRule:
-    """A log line that matches ``pattern`` puts its rank into ``phase`` (enter), or ends it (leave).
+    """What one kind of log line says about the phase of the rank that printed it.
 
-    Named groups ``done`` and ``total`` of the pattern, where present, are the progress inside the phase
-    (shards, captured batch sizes).
+    Attributes:
+        pattern: searched in one record. Named groups ``done`` and ``total``, where present, are the progress inside the
+            phase (shards, captured batch sizes); ``world`` is a rank number for a line that carries no tag.
+        phase: the phase that the line enters, leaves or moves on.
+        edge: ``enter``; ``leave`` (the phase is over, the next one has not begun); ``progress`` (we are in it).
+        again: phase of the second and later ``enter`` on one rank, and another phase that ``leave`` and ``progress``
+            may mean (a draft model is loaded by the lines that loaded the target).
+        scope: ``rank``: the rank that printed it; ``server``: every rank (lines of the front end).
+        leader: only the first rank of a group prints it, so that silence of the others proves nothing.
+        after: counts only once this phase has been reached.
     """
 
     pattern: re.Pattern[bytes]
     phase: Phase
-    edge: Literal["enter", "leave"] = "enter"
+    edge: Literal["enter", "leave", "progress"] = "enter"
+    again: Phase | None = None
+    scope: Literal["rank", "server"] = "rank"
+    leader: bool = False
+    after: Phase | None = None
 
 
 @dataclass(frozen=True, slots=True)
 class LogGrammar:
-    """How an engine's log is read. All patterns are searched in one line without its terminator.
+    """How an engine's log is read. A record is a line, or what follows a prefix glued to a progress bar.
 
     Attributes:
-        rank: finds the rank tag anywhere in a line; groups tp, pp, dp, ep (any subset) are numbers.
-        rules: first match wins.
-        heartbeats: lines that mean neither progress nor failure (wait loops).
+        rank: the prefix that begins a record, found anywhere in a line. Groups, all optional: tp, pp, dp, ep
+            (coordinates of the rank), pid, worker (the record is some rank's), world (number in the whole world: a rank
+            only until its coordinates are known), core (data-parallel number of an engine core, which is a rank only
+            while no worker is known).
+        rules: first match wins; the frequent ones (bars) come first for speed.
+        heartbeats: records that mean neither progress nor failure (wait loops, health checks).
+        clock: the record's own time; groups month, day, h, m, s (seconds may have a fraction) and perhaps year.
+        anchors: cheap patterns; a record that matches a rule or a heartbeat is on a line that matches one of them, so
+            that other lines need no closer look. Empty: every line gets it.
     """
 
     rank: re.Pattern[bytes]
     rules: tuple[PhaseRule, ...]
     heartbeats: tuple[re.Pattern[bytes], ...] = ()
+    clock: re.Pattern[bytes] | None = None
+    anchors: tuple[re.Pattern[bytes], ...] = ()
 
 
 class Engine(Protocol):

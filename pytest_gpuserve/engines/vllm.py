@@ -1,0 +1,358 @@
+"""vLLM 0.9 to 0.33: command line, log, process titles. Facts: the sources and recordings of real runs."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+from collections.abc import Collection, Mapping, Sequence
+from pathlib import Path, PurePath
+from typing import Final
+
+from ..errors import EngineError, SpecError
+from ..spec import AxisValue, ServerSpec
+from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, need_model, switch
+from .base import Launch, LogGrammar, PhaseRule, ProcessRole, ReadyProbe
+from .flags import Install, installed
+from .titles import common_role, coordinates
+
+ATTENTION_BACKENDS: Final = (
+    *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_FLASH_ATTN", "FLASHINFER"),
+    *("TRITON_FLASHINFER", "FLEX_ATTENTION", "TREE_ATTN", "FLASHMLA", "FLASHMLA_SPARSE", "FLASH_ATTN_MLA", "B12X"),
+    *("FLASHINFER_MLA", "FLASHINFER_MLA_SPARSE", "FLASHINFER_MLA_SPARSE_SM120", "FLASHINFER_MLA_SPARSE_SM90"),
+    *("TRITON_MLA", "CUTLASS_MLA", "TOKENSPEED_MLA", "TURBOQUANT", "ROCM_ATTN", "ROCM_AITER_FA", "ROCM_AITER_MLA"),
+    *("ROCM_AITER_UNIFIED_ATTN", "TORCH_SDPA", "XFORMERS", "CPU_ATTN", "CPU_MLA", "AMX_MLA", "IPEX"),
+)
+"""Attention backends of 0.9 to 0.33 in general use; an install's own list is read from its registry."""
+
+EXECUTE_TIMEOUT: Final = 300.0
+"""Seconds: default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after which a stuck step ends the engine and its stacks."""
+
+_SOURCES = ("engine/arg_utils.py", "config/*.py", "entrypoints/openai/*.py", "entrypoints/cli/*.py")
+_REGISTRIES = ("v1/attention/backends/registry.py", "attention/backends/registry.py", "platforms/interface.py")
+_CACHES = {"VLLM_CACHE_ROOT": "vllm", "FLYDSL_RUNTIME_CACHE_DIR": "flydsl"}
+_MODES = {
+    "off": "NONE",
+    "decode_only": "FULL_DECODE_ONLY",
+    "piecewise": "PIECEWISE",
+    "full": "FULL",
+    "full_and_piecewise": "FULL_AND_PIECEWISE",
+}
+_DRAFT = {
+    "draft_model": "model",
+    "draft_tp": "draft_tensor_parallel_size",
+    "draft_attention_backend": "attention_backend",
+    "draft_quantization": "quantization",
+    "draft_revision": "revision",
+}
+_SAMPLERS = {"flashinfer": "1", "pytorch": "0"}
+
+_P = re.compile
+
+GRAMMAR: Final = LogGrammar(
+    rank=_P(
+        rb"(?:\[rank(?=\d{1,5}\]:)|\((?:(?P<worker>(?:Ray|Vllm)?Worker(?:Process|Wrapper|Proc)?)|EngineCore|"
+        rb"APIServer|ApiServer|DPCoordinator)(?:(?<=EngineCore)_(?:DP)?(?P<core>\d{1,4})|(?:_DP(?P<dp>\d{1,4}))?"
+        rb"(?:_PP(?P<pp>\d{1,4}))?(?:_PCP\d+)?(?:_TP(?P<tp>\d{1,4}))?(?:_DCP\d+)?(?:_EP(?P<ep>\d{1,4}))?))"
+        rb"(?:(?:-| rank=|(?<=\[rank))(?P<world>\d{1,5})|_\d+)?"
+        rb"(?:\]:| pid=(?P<pid>\d{1,10})(?:, ip=[\w.:]+)?\))"
+    ),
+    clock=_P(
+        rb"(?:DEBUG|INFO|WARNING|ERROR|CRITICAL) (?P<month>\d\d)-(?P<day>\d\d) (?P<h>\d\d):(?P<m>\d\d):(?P<s>\d\d) \["
+    ),
+    rules=(
+        PhaseRule(
+            _P(rb"[Ll]oading [\w -]{0,60}: +\d+% Completed \| (?P<done>\d{1,9})/(?P<total>\d{1,9}) "),
+            "weight_load",
+            edge="progress",
+            again="draft_load",
+        ),
+        PhaseRule(
+            _P(rb"\[Auto[Tt]uner\]: Tuning [^|\n]{0,200}\|[^|\n]{0,200}\| *(?P<done>\d{1,9})/(?P<total>\d{1,9}) \["),
+            "autotune",
+            edge="progress",
+        ),
+        PhaseRule(
+            _P(
+                rb"Capturing (?:prefill|decode) CUDA graphs[^|\n]{0,200}: +\d+%\|[^|\n]{0,200}\| *"
+                rb"(?P<done>\d{1,9})/(?P<total>\d{1,9}) \["
+            ),
+            "draft_cuda_graph",
+            edge="progress",
+        ),
+        PhaseRule(
+            _P(rb"Capturing [^|\n]{0,200}: +\d+%\|[^|\n]{0,200}\| *(?P<done>\d{1,9})/(?P<total>\d{1,9}) \["),
+            "cuda_graph",
+            edge="progress",
+            again="draft_cuda_graph",
+        ),
+        PhaseRule(_P(rb"\] (?:non-default args:|.{0,80}vLLM (?:API )?server version )"), "spawn", scope="server"),
+        PhaseRule(_P(rb"world_size=\d+ rank=(?P<world>\d{1,5}) local_rank="), "distributed_init"),
+        PhaseRule(_P(rb"vLLM is using nccl=="), "distributed_init", edge="progress"),
+        PhaseRule(_P(rb"rank (?P<world>\d{1,5}) in world size \d+ is assigned as"), "distributed_init", edge="leave"),
+        PhaseRule(
+            _P(rb"\] (?:Starting to load model |Loading model from scratch|Using V2 Model Runner)"), "weight_load"
+        ),
+        PhaseRule(_P(rb"\] Loading drafter model"), "draft_load", leader=True),
+        PhaseRule(
+            _P(rb"\] (?:Filesystem type for checkpoints|Using \S{1,60} (?:attention )?backend)"),
+            "weight_load",
+            edge="progress",
+            again="draft_load",
+        ),
+        PhaseRule(_P(rb"\] Model loading took "), "weight_load", edge="leave", again="draft_load"),
+        PhaseRule(
+            _P(
+                rb"\] (?:Starting torch\.compile|Using cache directory: [^\n]{1,400} for vLLM's torch\.compile|"
+                rb"Dynamo bytecode transform|Cache the graph of |Compiling a graph for |Directly load )"
+            ),
+            "compile",
+            leader=True,
+        ),
+        PhaseRule(_P(rb"\] torch\.compile t(?:akes|ook) "), "compile", edge="leave"),
+        PhaseRule(_P(rb"\] (?:Available KV cache memory|Explicitly set \([\d./]+\) GiB for KV cache)"), "kv_cache"),
+        PhaseRule(_P(rb"\] \w+ KV cache size: "), "kv_cache", scope="server"),
+        PhaseRule(_P(rb"Running FlashInfer autotune|\[Auto[Tt]uner\]: Autotuning process starts"), "autotune"),
+        PhaseRule(_P(rb"\[Auto[Tt]uner\]: Autotuning process ends"), "autotune", edge="leave"),
+        PhaseRule(
+            _P(rb"\] Registering \d+ cuda graph addresses"), "cuda_graph", edge="progress", again="draft_cuda_graph"
+        ),
+        PhaseRule(_P(rb"\] Graph capturing finished in "), "warmup"),
+        PhaseRule(_P(rb"\] init engine \([^)\n]{0,200}\) took "), "warmup", scope="server"),
+        PhaseRule(_P(rb"INFO: +Application startup complete"), "ready", scope="server"),
+        PhaseRule(
+            _P(rb'"POST /(?:v1/|generate|pooling|classify|score|embed)|\] Engine \d+: Avg prompt throughput'),
+            "serving",
+            scope="server",
+            after="ready",
+        ),
+        PhaseRule(_P(rb"API server: shutdown triggered"), "shutdown", scope="server"),
+    ),
+    heartbeats=(
+        _P(rb"No available (?:shared memory broadcast )?block found in \d+ second"),
+        _P(rb"Waiting for \d+ (?:local, \d+ remote )?core engine proc"),
+        _P(rb'"GET /(?:health|metrics|ping|v1/models|version|load)[? ]'),
+        _P(rb"Avg prompt throughput: 0\.0 tokens/s, Avg generation throughput: 0\.0 tokens/s"),
+    ),
+    anchors=(
+        _P(rb"\] (?:non-default|vLLM |world_size|rank \d|Starting t|Loading |Using |Filesystem|Model load)"),
+        _P(rb"\] (?:Dynamo|Cache the|Compiling a|Directly|torch\.comp|Avail|Explicitly|\w+ KV|Running Fl|\[Auto)"),
+        _P(rb"\] (?:Registering|Graph cap|init engine|No avail|Waiting f|\[shutdown\] A|Engine \d+: Avg [^,]*: 0\.0 )"),
+        _P(rb"vLLM (?:is using|API server|server ver)|\[Auto[Tt]uner\]"),
+        _P(rb"% Completed \|"),
+        _P(rb"\|[^|\n]{0,200}\| *\d+/\d+ \["),
+        _P(rb"INFO: +Application startup c"),
+        _P(rb'"GET /[hmpvl]'),
+        _P(rb"pid=\d+\)[ \t]*\n"),
+    ),
+)
+
+
+class VLLM:
+    """The ``vllm`` engine."""
+
+    name = "vllm"
+    grammar = GRAMMAR
+    axes: Mapping[str, Collection[str]] = {
+        "spec_decode": (),
+        "cuda_graph": ("on", *_MODES),
+        "attention_backend": (),
+        "custom_all_reduce": ("on", "off"),
+        "overlap": ("on", "off"),
+        "kv_cache_dtype": (),
+        "moe_runner": (),
+        "sampling_backend": tuple(_SAMPLERS),
+        "nccl_p2p": ("on", "off"),
+        "log_level": (),
+        "jit_cache": ("cold", "warm"),
+    }
+
+    def launch(self, spec: ServerSpec, *, host: str, port: int, python: str) -> Launch:
+        """``vllm serve`` by the script beside ``python``, which no ``vllm`` folder in the working directory hides."""
+        model = need_model(spec)
+        known_axes(spec, self.axes, self.name)
+        script = Path(python).parent / "vllm"
+        start = (python, str(script)) if script.is_file() else (python, "-m", "vllm.entrypoints.cli.main")
+        install = installed(
+            self.name,
+            spec,
+            python,
+            (*start, "serve", "--help=all"),
+            sources=_SOURCES,
+            must_have="--tensor-parallel-size",
+            script=script.is_file(),
+        )
+        arguments = Arguments(install)
+        arguments.set("--served-model-name", self.served_model(spec))
+        arguments.set("--host", host)
+        arguments.set("--port", port)
+        arguments.set("--tensor-parallel-size", spec.tp)
+        env: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
+        compilation: dict[str, object] = {}
+        for axis, value in spec.axes:
+            env.update(_axis(axis, value, spec, arguments, compilation, install))
+        arguments.merge(_joined(spec, compilation))
+        return Launch((*start, "serve", model, *arguments.argv()), {**env, **dict(spec.env)})
+
+    def ready(self, spec: ServerSpec) -> ReadyProbe:
+        """``/health`` is static: the first completion, which may compile, is what settles it."""
+        args = {key.lstrip("-").replace("_", "-"): value for key, value in spec.args}
+        pools = args.get("runner") == "pooling" or args.get("task", "generate") not in ("auto", "generate")
+        body = {"model": self.served_model(spec), "prompt": "0", "max_tokens": 1, "temperature": 0}
+        return ReadyProbe(spec.ready or "/health", generate=None if pools else body)
+
+    def served_model(self, spec: ServerSpec) -> str:
+        named = {key.lstrip("-").replace("_", "-"): value for key, value in spec.args}.get("served-model-name")
+        return named.split()[0] if isinstance(named, str) and named.split() else spec.model or ""
+
+    def process_role(self, cmdline: Sequence[str], comm: str) -> ProcessRole | None:
+        """By title (``VLLM::Worker_DP0_TP1_EP1``; the prefix may be another); workers have numbers once initialised."""
+        title = cmdline[0] if cmdline else comm
+        prefix, mark, kind = title.partition("::")
+        if mark and prefix and not prefix.startswith("sglang"):
+            if kind.startswith("Worker"):
+                return ProcessRole("worker", coordinates(kind))
+            if kind.startswith("EngineCor"):  # comm holds 15 characters
+                return ProcessRole("engine_core", coordinates(kind))
+            if kind.lower().startswith("apiserver"):
+                return ProcessRole("api")
+            return ProcessRole("other")
+        if common := common_role(cmdline, comm):
+            return common
+        words = cmdline[:8]
+        served = any(PurePath(word).name == "vllm" for word in words[:3]) and "serve" in words
+        if served or any(w.startswith(("vllm.entrypoints.cli", "vllm.entrypoints.openai")) for w in words):
+            return ProcessRole("api")
+        return None
+
+    def own_timeout(self, launch: Launch) -> float | None:
+        """VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS; one rank alone runs inside the engine core, which waits for ever."""
+        sizes = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
+        pairs = list(zip(launch.argv, launch.argv[1:], strict=False))
+        if all(value == "1" for flag, value in pairs if flag in sizes) and "mp" not in launch.argv:
+            return None
+        name = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
+        value = launch.env[name] if name in launch.env else os.environ.get(name)
+        try:
+            return float(value) if value else EXECUTE_TIMEOUT
+        except ValueError:
+            return EXECUTE_TIMEOUT
+
+
+ENGINE: Final = VLLM()
+
+
+def _axis(
+    axis: str, value: AxisValue, spec: ServerSpec, args: Arguments, compilation: dict[str, object], install: Install
+) -> dict[str, str | None]:
+    """Set the flags of one axis; returns what it adds to the environment."""
+    if axis == "spec_decode":
+        _spec_decode(value, spec, args, install)
+    elif axis == "cuda_graph":
+        _cuda_graph(value.name, compilation, install)
+    elif axis == "attention_backend":
+        return _attention(value, args, install)
+    elif axis == "custom_all_reduce":
+        if not switch(axis, value, install):
+            args.choose(axis, "--disable-custom-all-reduce", True)
+    elif axis == "overlap":
+        args.choose(axis, "--async-scheduling" if switch(axis, value, install) else "--no-async-scheduling", True)
+    elif axis == "kv_cache_dtype":
+        args.choose(axis, "--kv-cache-dtype", value.name)
+    elif axis == "moe_runner":
+        args.choose(axis, "--moe-backend", value.name)
+    elif axis == "sampling_backend":
+        if value.name not in _SAMPLERS:
+            raise illegal(axis, value.name, tuple(_SAMPLERS), install)
+        return {"VLLM_USE_FLASHINFER_SAMPLER": _SAMPLERS[value.name]}
+    elif axis == "log_level":
+        return {"VLLM_LOGGING_LEVEL": value.name.upper()}
+    elif axis == "nccl_p2p":
+        return {"NCCL_P2P_DISABLE": "0" if switch(axis, value, install) else "1"}
+    elif axis == "jit_cache":
+        return dict(jit_cache(value, spec, install, _CACHES))
+    return {}
+
+
+def _cuda_graph(name: str, compilation: dict[str, object], install: Install) -> None:
+    """The graph mode alone: ``--enforce-eager`` would turn off torch.compile and autotuning too."""
+    source = install.source("config/compilation.py")
+    found = re.search(r"class CUDAGraphMode\b.*?(?=\nclass |\n@|\Z)", source, re.DOTALL)
+    modes = set(re.findall(r"^    ([A-Z_]+) = ", found.group(), re.MULTILINE)) if found else set()
+    legal = ("on", *(axis for axis, mode in _MODES.items() if not modes or mode in modes))
+    if name not in legal or not install.has("--compilation-config"):
+        raise illegal("cuda_graph", name, legal, install)
+    if name != "on":
+        compilation["cudagraph_mode"] = _MODES[name]
+
+
+def _attention(value: AxisValue, args: Arguments, install: Install) -> dict[str, str | None]:
+    """``--attention-backend`` from 0.13 on; before, VLLM_ATTENTION_BACKEND, which later versions ignore in silence."""
+    if value.details:
+        raise EngineError("attention_backend has no details with vllm: it uses one backend for prefill and decode.")
+    if value.name in ("auto", "default"):
+        return {}
+    legal = attention_backends(install)
+    name = value.name.upper()
+    name = name if name in legal or f"{name}_ATTN" not in legal else f"{name}_ATTN"
+    if legal and name not in legal:
+        raise illegal("attention_backend", value.name, [backend.lower() for backend in legal], install)
+    if not install.has("--attention-backend"):
+        return {"VLLM_ATTENTION_BACKEND": name}
+    args.choose("attention_backend", "--attention-backend", name)
+    return {}
+
+
+def attention_backends(install: Install) -> tuple[str, ...]:
+    """Members of the backend enumeration in this install's source; empty when it is not where it used to be."""
+    for file in _REGISTRIES:
+        found = re.search(
+            r"class (?:AttentionBackendEnum|_Backend)\b.*?(?=\nclass |\n@|\Z)", install.source(file), re.DOTALL
+        )
+        if found:
+            return tuple(dict.fromkeys(re.findall(r"^    ([A-Z][A-Z0-9_]*) = ", found.group(), re.MULTILINE)))
+    return ()
+
+
+def _spec_decode(value: AxisValue, spec: ServerSpec, args: Arguments, install: Install) -> None:
+    """``--speculative-config``; details that are not ours go in as they are, for the engine to judge."""
+    if value.name in ("base", "none", "off"):
+        return
+    legal = install.choices("--spec-method")
+    if legal and value.name not in legal:
+        raise illegal(
+            "spec_decode", value.name, ["base", *(m for m in legal if m not in ("None", "custom_class"))], install
+        )
+    detail = dict(value.details)
+    if detail.pop("topk", 1) not in (1, "1"):
+        raise EngineError("vLLM drafts no trees: topk must be 1 or left out of spec_decode.")
+    steps, tokens = detail.pop("num_steps", None), detail.pop("num_draft_tokens", None)
+    config: dict[str, object] = {"method": value.name}
+    if steps is not None or tokens is not None:
+        config["num_speculative_tokens"] = int(steps) if steps is not None else int(tokens or 0) - 1
+    config.update((_DRAFT.get(key, key), setting) for key, setting in detail.items())
+    if value.name == "ngram":
+        config = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, **config}
+    if value.name in ("eagle", "eagle3", "medusa", "draft_model") and not config.get("model"):
+        raise SpecError(f'spec_decode {value.name} needs a draft: write {{"{value.name}": {{"draft_model": "…"}}}}.')
+    if isinstance(model := config.get("model"), str):
+        config["model"] = local_path(model, "draft_model", spec)
+    if config.get("draft_tensor_parallel_size", 1) not in (1, spec.tp):
+        raise EngineError(f"vLLM runs a draft on one rank or on all: draft_tp must be 1 or {spec.tp} (tp).")
+    args.choose("spec_decode", "--speculative-config", json.dumps(config))
+
+
+def _joined(spec: ServerSpec, compilation: dict[str, object]) -> list[tuple[str, str | int | float | bool | None]]:
+    """``spec.args``, with the axes' compilation settings under what the user's own JSON says."""
+    args = dict(spec.args)
+    names = ("--compilation-config", "-cc", "compilation-config", "compilation_config", "cc")
+    own = next((key for key in names if key in args), None)
+    if not compilation or (own and args[own] is False):
+        return list(args.items())
+    if own:
+        try:
+            mine = json.loads(str(args.pop(own)))
+        except ValueError:
+            raise SpecError(f"args {own} must be JSON for vLLM: correct it in the gpuserve mark.") from None
+        compilation = {**compilation, **mine}
+    return [("--compilation-config", json.dumps(compilation)), *args.items()]

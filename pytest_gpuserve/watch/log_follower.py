@@ -1,0 +1,68 @@
+"""A growing file, read as it grows, through rotation and truncation."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Final
+
+from .phases import PhaseReader
+
+BLOCK: Final = 1 << 20
+"""Bytes read at once."""
+
+
+class LogFollower:
+    """Feeds a file to a reader. Another file of that name, or a shorter one, is read from its top."""
+
+    def __init__(self, path: Path, reader: PhaseReader) -> None:
+        self.path = path
+        self.reader = reader
+        self._file: int | None = None
+        self._offset = 0
+
+    def poll(self, now: float, limit: int = 64 << 20) -> int:
+        """Read what is new, about ``limit`` bytes at most. Returns how many there were; 0 too when there is no file."""
+        count = 0
+        while count < limit and (self._file is not None or self._open()):
+            assert self._file is not None
+            chunk = b"" if self._shorter() else os.pread(self._file, BLOCK, self._offset)
+            if chunk:
+                self._offset += len(chunk)
+                count += len(chunk)
+                self.reader.feed(chunk, now)
+            elif not self._moved():
+                break
+        return count
+
+    def close(self) -> None:
+        """Close the file; another poll reads it from the top."""
+        if self._file is not None:
+            os.close(self._file)
+        self._file, self._offset = None, 0
+
+    def _open(self) -> bool:
+        try:
+            self._file = os.open(self.path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        except OSError:
+            return False
+        return True
+
+    def _shorter(self) -> bool:
+        assert self._file is not None
+        return os.fstat(self._file).st_size < self._offset
+
+    def _moved(self) -> bool:
+        """At the end of the file: was it cut, or is there another one of its name?"""
+        assert self._file is not None
+        if not self._shorter():
+            ours = os.fstat(self._file)
+            try:
+                there = self.path.stat()
+            except OSError:
+                return False
+            if (there.st_dev, there.st_ino) == (ours.st_dev, ours.st_ino):
+                return False
+        self.reader.cut()
+        self.close()
+        return True
