@@ -1,0 +1,36 @@
+"""Titles, signals and ends of the server's processes."""
+
+from __future__ import annotations
+
+import os
+import signal
+
+from .config import Options
+
+PR_SET_PDEATHSIG = 1
+
+
+def set_title(title: str) -> None:
+    """The name that ps shows. Without setproctitle the process stays untitled, as the engines' do."""
+    try:
+        from setproctitle import setproctitle
+    except ImportError:
+        return
+    setproctitle(title)
+
+
+def set_signals(options: Options) -> None:
+    """A child leaves Ctrl-C to the front end. ``--ignore-term`` makes the polite signals useless."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    if options.ignore_term:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        signal.signal(signal.SIGHUP, signal.SIG_IGN)
+
+
+def die_with_parent(parent: int) -> None:
+    """SIGKILL for this process when the thread that started it ends, however that happens (Linux)."""
+    import ctypes
+
+    ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+    if os.getppid() != parent:
+        os._exit(1)
