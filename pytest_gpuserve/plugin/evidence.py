@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -14,8 +13,11 @@ if TYPE_CHECKING:
     from ..server.control import Event
     from ..server.handle import Server
 
-_ASKED = frozenset({"stop", "owner"})
-"""Reasons of ``killing`` that are no hang: a stop that was asked for."""
+TEST_ALARM = "test_timeout"
+SESSION_ALARM = "session_deadline"
+
+MANUAL = "manual"
+"""A dump that the test itself asked for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -62,16 +64,14 @@ class Evidence:
 
     def take(self) -> Finding | None:
         """What is new since the last call; waits for a dump that is under way, within its limit. None: nothing."""
-        deadline = time.monotonic() + self._limit
-        events = self._server.control.events(self._events)
-        while _open_alarms(events) and time.monotonic() < deadline:
-            time.sleep(0.05)
-            events = self._server.control.events(self._events)
+        begin, control = self._events, self._server.control
+        control.wait(lambda events: not _open_alarms(events[begin:]), self._limit)
+        events = control.events(begin)
         incidents = self._server.incidents()[self._incidents :]
         self._events += len(events)
         self._incidents += len(incidents)
         fired = tuple(str(event.data["name"]) for event in events if event.kind == "fired")
-        killed = any(event.kind == "killing" and event.data.get("why") not in _ASKED for event in events)
+        killed = any(event.kind == "killing" and event.data.get("why") == "alarm" for event in events)
         code = None if killed else self._server.exit_code()
         if not fired and not killed and not incidents and code is None:
             return None

@@ -46,9 +46,12 @@ def pytest_sessionstart(session: pytest.Session) -> None:
 
 
 def pytest_report_header(config: pytest.Config) -> list[str]:
+    state = state_of(config)
+    if not state.settings.chosen and config.get_verbosity() < 1:
+        return []
     from .terminal import header
 
-    return header(state_of(config))
+    return header(state)
 
 
 def pytest_generate_tests(metafunc: pytest.Metafunc) -> None:
@@ -125,9 +128,11 @@ def pytest_enter_pdb(config: pytest.Config) -> None:
 
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
-    from .terminal import summary
+    state = state_of(config)
+    if state.counted or state.settings.action == "plan":
+        from .terminal import summary
 
-    summary(terminalreporter, state_of(config))
+        summary(terminalreporter, state)
 
 
 @pytest.hookimpl(tryfirst=True)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import re
+from collections import Counter
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -11,6 +11,7 @@ import pytest
 
 from ..errors import GpuserveError, SpecError
 from ..isolation.matrix import Cell, combine
+from ..isolation.matrix import expand as cells
 from .named import named
 from .resolve import Wanted, axis_problem, build, layers_of, marks
 from .state import State
@@ -67,7 +68,8 @@ def expand(node: Node, state: State) -> list[Variant]:
     layers = layers_of(node)
     context = _context(layers)
     variants: dict[str, tuple[Cell, Wanted]] = {}
-    for cell in combine([_mark(mark, node) for mark in marks(node, "gpuserve_matrix")], source=source).cells(context):
+    matrix = combine([_mark(mark, node) for mark in marks(node, "gpuserve_matrix")], source=source)
+    for cell in cells(matrix.axes, matrix.exclude, matrix.coverage, matrix.limit, context=context, source=source):
         wanted = build(node.config, state.settings, *layers, cell.layer(), source=source, check=False)
         variants.setdefault(wanted.spec.key, (cell, wanted))
     problems = {key: axis_problem(wanted.spec) for key, (_, wanted) in variants.items()}
@@ -114,13 +116,7 @@ def _names(axes: tuple[tuple[str, Any], ...]) -> set[tuple[str, str]]:
 
 
 def _ids(variants: Mapping[str, tuple[Cell, Wanted]]) -> dict[str, str]:
-    """Readable and unique: what the spec's id does not tell apart (the model) is added where two would be equal."""
+    """Readable and unique: where two would be equal (models of one name in two directories) the key is added."""
     ids = {key: "-".join((wanted.spec.id, *cell.extra)) for key, (cell, wanted) in variants.items()}
-    taken: dict[str, int] = {}
-    for name in ids.values():
-        taken[name] = taken.get(name, 0) + 1
-    for key, (_, wanted) in variants.items():
-        if taken[ids[key]] > 1:
-            model = re.sub(r"[^a-z0-9._]+", "_", (wanted.spec.model or "").rstrip("/").rpartition("/")[2].lower())
-            ids[key] = "-".join(part for part in (ids[key], model, key[:4]) if part)
-    return ids
+    count = Counter(ids.values())
+    return {key: name if count[name] == 1 else f"{name}-{key[:6]}" for key, name in ids.items()}

@@ -12,7 +12,7 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import pytest
 
@@ -50,8 +50,7 @@ class Settings:
     chosen: tuple[str, ...] = ()
 
 
-@dataclass(frozen=True, slots=True)
-class Option:
+class Option(NamedTuple):
     """A row of the table. ``parse(text, source)`` raises pytest.UsageError."""
 
     name: str

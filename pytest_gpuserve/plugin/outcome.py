@@ -11,11 +11,12 @@ import pytest
 
 from ..errors import ServerError
 from ..report.text import escape
-from .pool import SESSION_ALARM, TEST_ALARM, Slot
+from .evidence import MANUAL, SESSION_ALARM, TEST_ALARM
 from .state import ERROR, State
 
 if TYPE_CHECKING:
     from .evidence import Finding
+    from .pool import Slot
 
 _PACKAGE = Path(__file__).parents[1]
 _PROPERTIES = ("gpuserve_verdict", "gpuserve_phase", "gpuserve_incident")
@@ -26,11 +27,11 @@ class Outcome:
 
     def __init__(self, item: pytest.Item, call: pytest.CallInfo[None], state: State) -> None:
         self._item, self._call, self._state = item, call, state
-        assert state.pool is not None
         self._pool = state.pool
         if call.when != "setup" or call.excinfo is not None:
             state.clock.halt()  # the phase is over: a teardown, or the next attempt, starts the clock afresh
-        self._findings = [(slot, found) for slot in self._pool.touched if (found := self._take(slot)) is not None]
+        slots = state.pool.touched if state.pool is not None else ()
+        self._findings = [(slot, found) for slot in slots if (found := self._take(slot)) is not None]
         self._hide_our_frames()
         if call.when == "setup" and call.excinfo is None:
             item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in _PROPERTIES]
@@ -43,16 +44,19 @@ class Outcome:
 
     def apply(self, report: pytest.TestReport) -> pytest.TestReport:
         """Change the report of the phase, and remember what it means for the servers."""
-        passed_by = [found for _, found in self._findings if found.fired or found.killed]
-        if report.passed and passed_by:
+        fatal = [found for _, found in self._findings if found.killed or TEST_ALARM in found.fired]
+        if report.passed and fatal:
             report.outcome = "failed"
-            report.longrepr = f"{self._item.nodeid} went on to its end, but: {_headline(passed_by[0], self._timeout())}"
+            report.longrepr = f"{self._item.nodeid} went on to its end, but {_headline(fatal[0], self._timeout())}"
         text = "\n\n".join(part for _, found in self._findings if (part := self._text(found)))
         if text:
             report.sections.append(("gpuserve", text))
+        if report.skipped and isinstance(report.longrepr, tuple) and _PACKAGE in Path(report.longrepr[0]).parents:
+            where = self._item.reportinfo()  # skipped by us: the test is what -rs should name, not our file
+            report.longrepr = (str(where[0]), (where[1] or 0) + 1, report.longrepr[2])
         for slot, found in self._findings:
             self._account(slot, found, report)
-        if report.failed and report.when != "teardown":
+        if self._pool is not None and report.failed and report.when != "teardown":
             self._pool.failed(spared=any(found.spared for _, found in self._findings))
         return report
 
@@ -68,6 +72,7 @@ class Outcome:
         return "\n".join(escape(line) for line in "\n".join(filter(None, lines)).splitlines())
 
     def _account(self, slot: Slot, found: Finding, report: pytest.TestReport) -> None:
+        assert self._pool is not None
         spec, ledger = found.server.spec, self._state.ledger
         for incident in found.incidents:
             where = incident.get("incident")
@@ -124,8 +129,8 @@ def _headline(found: Finding, timeout: float | None) -> str:
         reached = f"the test's timeout of {timeout:g} s was reached" if timeout else "the test's timeout was reached"
     elif SESSION_ALARM in found.fired:
         reached = "the session's deadline (--gpuserve-session-deadline) was reached"
-    elif found.fired:
-        reached = f"the watch on the server went off ({', '.join(found.fired)})"
+    elif others := [name for name in found.fired if name != MANUAL]:
+        reached = f"the alarm {others[0]!r} went off"
     elif found.killed:
         reached = "the server hung"
     elif found.exit_code is not None:

@@ -19,16 +19,13 @@ from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
 from ..spec import ServerSpec
 from .checks import gpus_for, uses_gpus
-from .evidence import Evidence
+from .evidence import SESSION_ALARM, TEST_ALARM, Evidence
 from .options import Settings
 from .resolve import Wanted, as_layer, build, resolve
 from .state import ERROR, PROBLEM, WANTED, State
 
 if TYPE_CHECKING:
     from ..server.handle import Server
-
-TEST_ALARM = "test_timeout"
-SESSION_ALARM = "session_deadline"
 
 
 @dataclass(eq=False, slots=True)

@@ -70,6 +70,11 @@ class State:
         return Ledger()
 
     @property
+    def counted(self) -> bool:
+        """True when a server was asked for, here or in a worker."""
+        return "ledger" in vars(self)
+
+    @property
     def is_worker(self) -> bool:
         """True in a process that pytest-xdist started."""
         return hasattr(self.config, "workerinput")
@@ -108,7 +113,7 @@ class State:
         """Send what was counted here to the controller, if there is one."""
         if self.pool is not None:
             self.pool.close()
-        if self.is_worker and self.ledger.rows:
+        if self.is_worker and self.counted:
             self.config.workeroutput["gpuserve"] = self.ledger.to_json()  # type: ignore[attr-defined]
 
 

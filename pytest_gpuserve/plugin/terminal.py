@@ -16,10 +16,8 @@ if TYPE_CHECKING:
 
 
 def header(state: State) -> list[str]:
-    """Lines for the session's header; none when nobody asked."""
+    """Lines for the session's header."""
     settings, config = state.settings, state.config
-    if not settings.chosen and config.get_verbosity() < 1:
-        return []
     artifacts = _short(config, settings.artifacts) if settings.artifacts else "off"
     mode = "soft (nothing is killed)" if settings.soft else "enforce"
     lines = [
@@ -38,7 +36,7 @@ def summary(reporter: pytest.TerminalReporter, state: State) -> None:
     """The section at the end: the plan, or what became of the servers; nothing when none was asked for."""
     if state.settings.action == "plan":
         _plan(reporter, state.planned)
-    elif state.ledger.rows:
+    else:
         _servers(reporter, state.ledger, state)
 
 

@@ -1,0 +1,164 @@
+"""Fixtures for tests of the plugin: a project in a temporary directory, run by pytest in this process or in another."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import xml.etree.ElementTree as ET
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpuserve import procfs
+from pytest_gpuserve.errors import EngineError
+
+
+class Project:
+    """A directory with tests, a state directory of its own, and what is left of the runs in it."""
+
+    def __init__(self, pytester: pytest.Pytester, state: Path) -> None:
+        self.pytester = pytester
+        self.path = pytester.path
+        self.state = state
+
+    def write(self, **files: str) -> None:
+        """Test modules by name, such as ``test_one="def test_…"``."""
+        self.pytester.makepyfile(**files)
+
+    def here(self, *arguments: str) -> pytest.RunResult:
+        """Run in this process with no other plugin: for what starts no server."""
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
+            return self.pytester.runpytest_inprocess("-p", "gpuserve", *arguments)
+
+    def run(self, *arguments: str, timeout: float = 120) -> pytest.RunResult:
+        """Run in a process of its own."""
+        return self.pytester.runpytest_subprocess("-p", "no:randomly", *arguments, timeout=timeout)
+
+    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+        """Start a run and come back at once; output goes to out.txt."""
+        with (self.path / "out.txt").open("wb") as out:
+            return subprocess.Popen(
+                [sys.executable, "-m", "pytest", "-p", "no:randomly", *arguments],
+                cwd=self.path,
+                stdout=out,
+                stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )
+
+    def wait_for(self, condition: Callable[[], Any], what: str, limit: float = 60) -> Any:
+        """What ``condition`` returns once it is true."""
+        deadline = time.monotonic() + limit
+        while time.monotonic() < deadline:
+            if found := condition():
+                return found
+            time.sleep(0.05)
+        output = (self.path / "out.txt").read_text(errors="replace") if (self.path / "out.txt").exists() else ""
+        raise AssertionError(f"no {what} within {limit} s\n{output}")
+
+    def servers(self) -> list[Path]:
+        """Directories of the servers that were started, in the order of their start."""
+        found = [path.parent for path in self.state.glob("sessions/*/*/server.json")]
+        return sorted(found, key=lambda path: path.stat().st_ctime)
+
+    def events(self, server: Path) -> list[dict[str, Any]]:
+        return [json.loads(line) for line in (server / "events.jsonl").read_text().splitlines()]
+
+    def incidents(self) -> list[Path]:
+        """Directories of the incidents that were written."""
+        return sorted(path.parent for path in self.path.glob("gpuserve-artifacts/*/incident.json"))
+
+    def junit(self, name: str = "junit.xml") -> dict[str, ET.Element]:
+        """Test cases of a junit file by name."""
+        return {case.get("name", ""): case for case in ET.parse(self.path / name).iter("testcase")}
+
+    def left(self) -> list[str]:
+        """Processes that belong to a server or supervisor of this project and still live."""
+        marks = (str(self.path).encode(), str(self.state).encode())
+        found = []
+        for pid in procfs.pids():
+            status = procfs.stat(pid)
+            if pid == os.getpid() or status is None or not status.alive:
+                continue
+            told = procfs.read(f"/proc/{pid}/environ") + procfs.read(f"/proc/{pid}/cmdline")
+            if procfs.COOKIE_VARIABLE.encode() in told and any(mark in told for mark in marks):
+                found.append(f"{pid} {procfs.cmdline(pid)}")
+        return found
+
+    def assert_nothing_left(self, limit: float = 15) -> None:
+        """Every process is gone, at most ``limit`` seconds from now."""
+        deadline = time.monotonic() + limit
+        while (left := self.left()) and time.monotonic() < deadline:
+            time.sleep(0.1)
+        assert not left
+
+    def kill_all(self) -> None:
+        for entry in self.left():
+            pid = int(entry.split()[0])
+            if procfs.stat(pid):
+                os.kill(pid, signal.SIGKILL)
+
+
+@pytest.fixture
+def project(
+    pytester: pytest.Pytester, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> Iterator[Project]:
+    for variable in list(os.environ):
+        if variable.startswith(("GPUSERVE", "PYTEST_TIMEOUT", "PYTEST_ADDOPTS", "PYTEST_XDIST")):
+            monkeypatch.delenv(variable)
+    state = tmp_path_factory.mktemp("state")
+    state.chmod(0o700)
+    monkeypatch.setenv("GPUSERVE_STATE", str(state))
+    pytester.makeini("[pytest]\n")
+    project = Project(pytester, state)
+    yield project
+    project.kill_all()
+
+
+@pytest.fixture
+def toys(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two engines that only say which axes they have; for runs in this process that start nothing."""
+
+    class Toy:
+        uses_gpus = False
+
+        def __init__(self, name: str, backends: tuple[str, ...]) -> None:
+            self.name = name
+            self.axes = {
+                "spec_decode": ("base", "eagle3", "ngram", "homemade"),
+                "cuda_graph": ("on", "off"),
+                "attention_backend": backends,
+            }
+
+    engines = {"toy": Toy("toy", ("triton", "fa3")), "doll": Toy("doll", ("triton", "flashinfer"))}
+
+    def get_engine(name: str) -> Toy:
+        if name not in engines:
+            raise EngineError(f"there is no engine called {name!r}. Known engines: {', '.join(engines)}.")
+        return engines[name]
+
+    monkeypatch.setattr("pytest_gpuserve.engines.get_engine", get_engine)
+
+
+@pytest.fixture
+def no_servers() -> str:
+    """An inner conftest under which tests run as if they had their servers."""
+    return NO_SERVERS
+
+
+NO_SERVERS = """
+import pytest
+
+@pytest.fixture(scope="session")
+def gpuserve_pool():
+    class Pool:
+        def for_test(self, item):
+            return None
+    return Pool()
+"""

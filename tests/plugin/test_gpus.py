@@ -1,0 +1,175 @@
+"""``sm`` marks and the number of GPUs: skipped with the reason, or failed under --gpuserve-strict-arch."""
+
+from __future__ import annotations
+
+import pytest
+
+from pytest_gpuserve.gpu import Gpu, Reading
+from pytest_gpuserve.plugin import checks
+
+pytestmark = pytest.mark.usefixtures("toys")
+
+
+def gpus(*capabilities: tuple[int, int]) -> Reading:
+    return Reading(tuple(Gpu(n, f"GPU-{n}", "Toy X", capability=c) for n, c in enumerate(capabilities)))
+
+
+@pytest.fixture
+def machine(monkeypatch, project, no_servers):
+    """Say which GPUs there are; how often they were asked for is counted."""
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    project.write(conftest=no_servers)
+    asked = []
+
+    def install(*capabilities: tuple[int, int], problem: str | None = None) -> list[float]:
+        reading = gpus(*capabilities) if problem is None else Reading((), problem)
+        monkeypatch.setattr(checks, "query", lambda limit: asked.append(limit) or reading)
+        return asked
+
+    return install
+
+
+def module(*marks: str, tp: int = 1, **more: str) -> str:
+    extra = "".join(f", {key}={value}" for key, value in more.items())
+    decorators = [f"@mark.{name}" for name in marks]
+    lines = ["from pytest import mark", *decorators, f"@mark.gpuserve(engine='toy', tp={tp}{extra})"]
+    return "\n".join([*lines, "def test_it(server): pass"])
+
+
+HOPPER, BLACKWELL, CONSUMER = (9, 0), (10, 0), (12, 0)
+
+
+@pytest.mark.parametrize(
+    ("present", "marks", "tp", "runs"),
+    [
+        ([CONSUMER] * 2, ["sm120"], 2, True),
+        ([CONSUMER] * 2, ["sm120"], 4, False),
+        ([HOPPER] * 8, ["sm120"], 1, False),
+        ([HOPPER] * 8, ["sm120", "sm90"], 8, True),
+        ([(12, 1)], ["sm120"], 1, False),
+        ([HOPPER, CONSUMER], ["sm120"], 1, True),
+        ([HOPPER, CONSUMER], ["sm120"], 2, False),
+        ([HOPPER, CONSUMER], ["sm_min(90)"], 2, True),
+        ([(8, 9)], ["sm_min(90)"], 1, False),
+        ([(8, 9)], ["sm_min(90)", "sm89"], 1, True),
+        ([(10, 3)], ["sm103"], 1, True),
+        ([], ["sm120"], 1, False),
+        ([], [], 8, True),
+    ],
+)
+def test_several_marks_mean_any_and_capability_is_exact(project, machine, present, marks, tp, runs):
+    machine(*present)
+    project.write(test_it=module(*marks, tp=tp))
+    project.here().assert_outcomes(passed=int(runs), skipped=int(not runs))
+
+
+def test_the_reason_names_what_is_needed_and_what_was_found(project, machine):
+    machine(HOPPER, HOPPER, CONSUMER)
+    project.write(test_it=module("sm120", tp=2))
+    result = project.here("-rs")
+    result.stdout.fnmatch_lines(
+        ["SKIPPED * test_it.py:2: needs 2 GPUs of compute capability sm120; found 2 x Toy X (sm90), 1 x Toy X (sm120)"]
+    )
+
+
+def test_without_a_driver_the_reason_says_why(project, machine):
+    machine(problem="No NVIDIA driver was found.")
+    project.write(test_it=module("sm_min(90)"))
+    project.here("-rs").stdout.fnmatch_lines(["*sm90 or later; found none (No NVIDIA driver was found)"])
+
+
+def test_strict_arch_fails_instead(project, machine):
+    machine(HOPPER)
+    project.write(test_it=module("sm120"))
+    result = project.here("--gpuserve-strict-arch")
+    result.assert_outcomes(errors=1)
+    assert result.ret == 1
+    result.stdout.fnmatch_lines(
+        ["needs 1 GPU of compute capability sm120; found 1 x Toy X (sm90)*--gpuserve-strict-arch*"]
+    )
+
+
+def test_visible_devices_hide_the_others(project, machine, monkeypatch):
+    machine(CONSUMER, CONSUMER)
+    project.write(test_it=module("sm120", tp=2))
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "1")
+    project.here().assert_outcomes(skipped=1)
+    project.write(test_it=module("sm120", tp=2, env="{'CUDA_VISIBLE_DEVICES': '0,1'}"))
+    project.here().assert_outcomes(passed=1)
+
+
+def test_marks_of_tests_without_our_server_are_theirs(project, machine):
+    asked = machine(HOPPER)
+    project.write(
+        test_it="""
+        from pytest import fixture, mark
+        @fixture
+        def server(): return 1
+        @mark.sm120
+        def test_plain(): pass
+        @mark.sm120
+        def test_own(server): pass
+    """
+    )
+    project.here("--gpuserve-strict-arch").assert_outcomes(passed=2)
+    assert not asked
+
+
+def test_gpus_are_asked_once_and_not_before_a_test_needs_them(project, machine):
+    asked = machine(CONSUMER)
+    project.write(test_it=module("sm120"), test_two=module("sm120"), test_no=module())
+    project.here("--collect-only", "-m", "sm120").assert_outcomes()
+    project.here("-k", "test_no").assert_outcomes(passed=1, deselected=2)
+    assert not asked
+    project.here().assert_outcomes(passed=3)
+    assert asked == [5.0]
+
+
+def test_sm_min_without_a_number_is_an_error(project, machine):
+    machine(CONSUMER)
+    project.write(test_it=module("sm_min('sm90')"))
+    result = project.here()
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(["test_it.py::test_it: sm_min takes one number such as 90*"])
+
+
+def test_a_cell_excluded_on_this_architecture_is_skipped(project, machine):
+    machine(CONSUMER)
+    project.write(
+        test_it="""
+        from pytest import mark
+        @mark.gpuserve(engine="toy")
+        @mark.gpuserve_matrix(
+            axes={"spec_decode": ["base", "eagle3"], "attention_backend": ["triton", "fa3"]},
+            exclude=[{"attention_backend": "fa3", "arch": "sm120"}],
+        )
+        def test_it(server): pass
+    """
+    )
+    result = project.here("-rs")
+    result.assert_outcomes(passed=2, skipped=2)
+    result.stdout.fnmatch_lines(["SKIPPED *test_it.py:*: excluded on sm120 by the matrix*"])
+    machine(HOPPER)
+    project.here().assert_outcomes(passed=4)
+
+
+class TestChoice:
+    """Which GPUs a server gets."""
+
+    def choose(self, monkeypatch, pytestconfig, spec, *capabilities):
+        from pytest_gpuserve.plugin import checks
+
+        monkeypatch.setattr(checks, "query", lambda limit: gpus(*capabilities))
+        monkeypatch.setattr(checks, "uses_gpus", lambda spec: True)
+        monkeypatch.delitem(pytestconfig.stash, checks._READING, raising=False)
+        return checks.gpus_for(spec, None, pytestconfig)
+
+    def test_the_first_tp_of_those_visible(self, monkeypatch, request):
+        from pytest_gpuserve.spec import ServerSpec
+
+        class Config:
+            stash = pytest.Stash()
+
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
+        chosen = self.choose(monkeypatch, Config, ServerSpec("toy", tp=2), *[HOPPER] * 4)
+        assert chosen == ("3", "1")
