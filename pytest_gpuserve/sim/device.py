@@ -11,9 +11,9 @@ from .config import Fault, Options
 OUT_OF_MEMORY = (
     "CUDA out of memory. Tried to allocate 2.00 GiB. GPU {} has a total capacity of 94.97 GiB of which 1.21 GiB is "
     "free. Including non-PyTorch memory, this process has 93.75 GiB memory in use. Of the allocated memory 91.02 GiB "
-    "is allocated by PyTorch, and 1.94 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory is "
-    "large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation for "
-    "Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
+    "is allocated by PyTorch, and 1.94 GiB is reserved by PyTorch but unallocated. If reserved but unallocated memory "
+    "is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True to avoid fragmentation.  See documentation "
+    "for Memory Management  (https://pytorch.org/docs/stable/notes/cuda.html#environment-variables)"
 )
 
 

@@ -84,14 +84,15 @@ class EngineCore:
 
     def wait_for_ready(self) -> None:
         began = time.monotonic()
+        tokens = self.options.context_length
+        self.gather("kv_cache")
+        self.script.line("GPU KV cache size: 7,148,512 tokens", "kv_cache_utils.py:2146")
+        self.script.line(
+            f"Maximum concurrency for {tokens:,} tokens per request: {7148512 / tokens:.2f}x", "kv_cache_utils.py:2147"
+        )
         for link in self.links:
-            while link.recv() != ("ready",):
-                self.script.line("GPU KV cache size: 7,148,512 tokens", "kv_cache_utils.py:2146")
-                tokens = self.options.context_length
-                self.script.line(
-                    f"Maximum concurrency for {tokens:,} tokens per request: {7148512 / tokens:.2f}x",
-                    "kv_cache_utils.py:2147",
-                )
+            link.send(("kv_cache",))
+        self.gather("ready")
         self.script.line(
             f"init engine (profile, create kv cache, warmup model) took {time.monotonic() - began:.2f} s "
             f"(compilation: {self.options.cold_compile:.2f} s)",
@@ -99,6 +100,12 @@ class EngineCore:
         )
         self.ready = True
         self.front.send(("ready",))
+
+    def gather(self, stage: str) -> None:
+        """Until every worker says that it has come so far."""
+        for link in self.links:
+            while link.recv() != (stage,):
+                pass
 
     def run_busy_loop(self) -> None:
         while True:

@@ -61,7 +61,7 @@ class Scheduler:
             self.out.send(("ready",))
         self.runner.become_ready()
 
-    def event_loop(self) -> None:
+    def event_loop_normal(self) -> None:
         """Until the front end says that it is over."""
         while (plan := self.recv_requests()) is not None:
             self.batch_since = time.monotonic()
@@ -160,7 +160,7 @@ def run_scheduler_process(
         if options.watchdog_timeout:
             Thread(target=scheduler.watchdog, args=(parent,), daemon=True).start()
         scheduler.init_model_worker()
-        scheduler.event_loop()
+        scheduler.event_loop_normal()
     except PeerClosed:  # the front end or the detokenizer is gone, and with it the reason to be here
         os._exit(1)
     except Exception:

@@ -98,6 +98,7 @@ class VllmScript(Script):
     def capture_end(self, *, draft: bool) -> None:
         if not draft:
             self.line("Registering 0 cuda graph addresses", "custom_all_reduce.py:216")
+        if draft or not self.options.has_draft:
             self.line(f"Graph capturing finished in {self.elapsed:.0f} secs, took 0.10 GiB", "model_runner.py:726")
 
     def warmup_begin(self) -> None:

@@ -39,8 +39,8 @@ class Worker:
     def compile_or_warm_up_model(self) -> None:
         self.runner.compile_kernels()
         self.runner.init_kv_cache()
-        if not self.rank:
-            self.core.send(("kv_cache",))
+        self.core.send(("kv_cache",))
+        self.core.recv()  # the engine core answers when it has heard of every rank
         self.runner.autotune()
         self.runner.capture_cuda_graph()
         self.runner.capture_draft_cuda_graph()
