@@ -55,7 +55,7 @@ _PUBLIC_HOSTS = _set(
     "github.com githubusercontent.com github.io huggingface.co hf.co pypi.org pythonhosted.org python.org pytorch.org "
     "nvidia.com readthedocs.io vllm.ai sglang.ai sglang.io lmsys.org docker.com docker.io ghcr.io quay.io "
     "pydantic.dev numpy.org scipy.org json-schema.org w3.org kernel.org gnu.org wikipedia.org arxiv.org medium.com "
-    "example.com example.org schemas.openxmlformats.org llvm.org triton-lang.org ray.io kubernetes.io anyscale.com"
+    "example.com example.org schemas.openxmlformats.org llvm.org triton-lang.org ray.io kubernetes.io anyscale.com tiangolo.com"
 )
 """Hosts that tell nothing of anybody: documentation, issue trackers, registries."""
 
@@ -101,7 +101,10 @@ def is_secret_name(name: str) -> bool:
 def is_harmless_value(value: str) -> bool:
     """True for values that are none: switches, small numbers, masks, our own placeholders."""
     return bool(
-        re.fullmatch(r"None|null|nil|[Tt]rue|[Ff]alse|EMPTY|-?\d{1,5}(?:\.\d+)?|[*x.]+|<[a-z]+-[\w: ]+>|", value)
+        re.fullmatch(
+            r"None|null|nil|[Tt]rue|[Ff]alse|EMPTY|-?\d{1,5}(?:\.\d+)?|[*x.]+|<?(?i:redacted|hidden|masked)>?|<[a-z]+-[\w: ]+>|",
+            value,
+        )
     )
 
 

@@ -1,59 +1,7 @@
-"""Foreign text made safe to look at: what a terminal or a page would obey or hide is shown as ``\\x1b`` instead."""
+"""Where reports take :func:`escape` from; it lives below all rooms, because every room shows foreign text."""
 
 from __future__ import annotations
 
-import unicodedata
+from ..text import escape, one_line
 
-_INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\u2800") | {chr(n) for n in range(0xFE00, 0xFE10)}
-"""Characters of visible categories that nothing is seen of (fillers, joiners, variation selectors)."""
-
-
-def escape(text: str, width: int | None = None) -> str:
-    """``text`` with control, format (bidi, zero width), unassigned and surrogate characters written as escapes.
-
-    Line feeds and tabs stay; carriage returns do not, so that nothing can overwrite what stands before it. With
-    ``width`` every line is cut to that many columns (an ellipsis takes the last), wide characters counting two.
-    """
-    clean = text if text.isascii() and text.isprintable() else "".join(map(_shown, text))
-    if width is None:
-        return clean
-    return "\n".join(_cut(line, width) for line in clean.split("\n"))
-
-
-def one_line(text: str, width: int | None = None) -> str:
-    """:func:`escape` for where a line feed would break the layout: line feeds and tabs become spaces."""
-    return escape(" ".join(text.split()), width)
-
-
-def _shown(character: str) -> str:
-    if character.isprintable() and character not in _INVISIBLE:
-        return character
-    if character in "\n\t" or unicodedata.category(character) == "Zs":
-        return character
-    code = ord(character)
-    if code < 0x100:
-        return f"\\x{code:02x}"
-    return f"\\u{code:04x}" if code < 0x10000 else f"\\U{code:08x}"
-
-
-def _cut(line: str, width: int) -> str:
-    if len(line) <= width and line.isascii() and "\t" not in line:
-        return line
-    columns = 0
-    end = None  # where the line is cut if it turns out too long
-    for position, character in enumerate(line):
-        step = _columns(character, columns)
-        if end is None and columns + step > width - 1:
-            end = position
-        columns += step
-        if columns > width:
-            return line[:end] + "…"[: max(width, 0)]
-    return line
-
-
-def _columns(character: str, at: int) -> int:
-    if character == "\t":
-        return 8 - at % 8
-    if unicodedata.combining(character):
-        return 0
-    return 2 if unicodedata.east_asian_width(character) in "WF" else 1
+__all__ = ["escape", "one_line"]

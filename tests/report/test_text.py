@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from pytest_gpuserve.report.text import escape, one_line
+from pytest_gpuserve.text import escape, one_line
 
 
 @pytest.mark.parametrize(
