@@ -43,7 +43,8 @@ class Stat:
 
     @property
     def alive(self) -> bool:
-        return self.state not in "ZX"
+        """A zombie leader with other threads still runs."""
+        return self.state not in "ZX" or self.threads > 1
 
 
 def read(path: str) -> bytes:

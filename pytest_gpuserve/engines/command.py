@@ -1,0 +1,92 @@
+"""Any program that serves HTTP: the spec's command, with ``{port}``, ``{host}``, ``{model}``, ``{tp}`` filled in."""
+
+from __future__ import annotations
+
+import re
+import string
+from collections.abc import Mapping, Sequence
+from typing import Final
+
+from ..errors import EngineError, SpecError
+from ..spec import Scalar, ServerSpec
+from .arguments import local_path
+from .base import Launch, LogGrammar, ProcessRole, ReadyProbe
+from .titles import common_role
+
+_NEVER = re.compile(rb"(?!)")
+_FIELDS: Final = ("port", "host", "model", "tp", "python")
+
+
+class Command:
+    """Knows nothing of the program but its command line and the path that answers 200 when it is ready."""
+
+    name = "command"
+    axes: Mapping[str, Sequence[str]] = {}
+    grammar = LogGrammar(rank=_NEVER, rules=())
+
+    def launch(self, spec: ServerSpec, *, host: str, port: int, python: str) -> Launch:
+        """The template, filled in. ``args`` are appended as flags.
+
+        Raises:
+            SpecError: there is no command, a placeholder is unknown, or {model} is used without a model.
+            EngineError: the spec has axes, which only known engines can express.
+        """
+        if not spec.command:
+            raise SpecError(
+                'engine "command" needs a command: add command=["python", "-m", "my_server", "--port", "{port}"] to '
+                "the gpuserve mark."
+            )
+        if spec.axes:
+            raise EngineError(
+                f'engine "command" does not know what {spec.axes[0][0]} means: say it in the command itself, with '
+                f"args or with env, and take the axis out of the mark."
+            )
+        model = local_path(spec.model, "model", spec) if spec.model else None
+        values = {"port": port, "host": host, "model": model, "tp": spec.tp, "python": python}
+        argv = [_fill(word, values) for word in spec.command]
+        return Launch((*argv, *(word for pair in spec.args for word in _flag(*pair))))
+
+    def ready(self, spec: ServerSpec) -> ReadyProbe:
+        path = spec.ready or "/health"
+        return ReadyProbe(path if path.startswith("/") else f"/{path}")
+
+    def served_model(self, spec: ServerSpec) -> str:
+        return spec.model or ""
+
+    def process_role(self, cmdline: Sequence[str], comm: str) -> ProcessRole | None:
+        """Titles are the engines' business; compilers and helpers look alike everywhere."""
+        return common_role(cmdline, comm)
+
+    def own_timeout(self, launch: Launch) -> float | None:
+        return None
+
+
+def _fill(word: str, values: Mapping[str, object]) -> str:
+    """Fill in our placeholders; doubled braces are braces, and so is everything that is no placeholder at all."""
+    try:
+        fields = [name for _, name, _, _ in string.Formatter().parse(word) if name is not None]
+    except ValueError:
+        return word  # a lone brace, as in JSON
+    if not fields:
+        return word.replace("{{", "{").replace("}}", "}")
+    if any(not name.isidentifier() for name in fields):
+        return word  # JSON again
+    for name in fields:
+        if name not in values:
+            raise SpecError(
+                f"command: {word!r} has the unknown placeholder {{{name}}}. Known: "
+                f"{', '.join('{' + field + '}' for field in _FIELDS)}; write {{{{ for a brace."
+            )
+        if values[name] is None:
+            raise SpecError(f"command: {word!r} needs a model: add model= to the gpuserve mark.")
+    return word.format(**values)
+
+
+def _flag(name: str, value: Scalar) -> tuple[str, ...]:
+    flag = name if name.startswith("-") else "--" + name.replace("_", "-")
+    if value is False:
+        return ()
+    return (flag,) if value is None or value is True else (flag, str(value))
+
+
+ENGINE = Command()

@@ -1,0 +1,196 @@
+"""Talking to a server's supervisor: its control socket, and the events it leaves for after any crash."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Callable, Collection, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import procfs
+from ..errors import ServerError
+from ..procfs import ProcessId
+
+LIMIT = 5.0
+"""Seconds for one request; the supervisor answers in less than one millisecond unless the machine is dying."""
+
+_TREE = Path(__file__).with_name("tree.py")
+_MAX_REPLY = 1 << 20
+
+
+class SupervisorGoneError(ServerError):
+    """There is no supervisor to talk to: it ended after its server, or was killed."""
+
+
+@dataclass(frozen=True, slots=True)
+class Event:
+    """One line of ``events.jsonl``. ``time`` is wall clock, ``monotonic`` CLOCK_MONOTONIC; ``data`` the other keys."""
+
+    kind: str
+    time: float
+    monotonic: float
+    data: dict[str, Any]
+
+
+class Control:
+    """One supervisor, seen from any process of this user. Every call has a limit, and none keeps anything open."""
+
+    def __init__(self, directory: Path, supervisor: ProcessId | None = None) -> None:
+        self.directory = directory
+        self.supervisor = supervisor
+        self._events: list[Event] = []
+        self._offset = 0
+
+    def status(self) -> dict[str, Any]:
+        """``pid``, ``start``, ``exit`` (None: it runs), ``armed``, ``fired``, ``dumping``, ``stopping``."""
+        return self.request(do="status")
+
+    def arm(
+        self,
+        name: str,
+        deadline: float,
+        argv: Sequence[str],
+        limit: float,
+        spare: Collection[int] = (75,),
+        *,
+        kill: bool = True,
+    ) -> None:
+        """At ``deadline`` (CLOCK_MONOTONIC) run ``argv`` for at most ``limit`` seconds, then end the server, unless
+        argv exits with a code in ``spare`` or ``kill`` is False. Replaces the alarm of this name."""
+        words = {"argv": list(argv), "limit": limit, "spare": list(spare), "kill": kill}
+        self.request(do="arm", name=name, deadline=deadline, **words)
+
+    def fire(
+        self, name: str, argv: Sequence[str], limit: float, spare: Collection[int] = (75,), *, kill: bool = True
+    ) -> None:
+        """As an alarm whose deadline is now. Does not wait for its end."""
+        words = {"argv": list(argv), "limit": limit, "spare": list(spare), "kill": kill}
+        self.request(do="fire", name=name, **words)
+
+    def disarm(self, name: str) -> bool:
+        """Whether it was armed; one that has fired already is not."""
+        return bool(self.request(do="disarm", name=name)["was_armed"])
+
+    def stop(self, grace: float) -> None:
+        """SIGTERM now, SIGKILL to all that is left after ``grace`` seconds. Does not wait; ``stopped`` is the end."""
+        self.request(do="stop", grace=grace)
+
+    def events(self, since: int = 0) -> list[Event]:
+        """All events but the first ``since``. Read from the disk: works when the supervisor is dead."""
+        with contextlib.suppress(OSError), open(self.directory / "events.jsonl", "rb") as file:
+            file.seek(self._offset)
+            data = file.read()
+            whole = data.rfind(b"\n") + 1  # a line that is being written, or was cut by a full disk, is read later
+            self._offset += whole
+            for line in data[:whole].splitlines():
+                with contextlib.suppress(ValueError, KeyError, TypeError):
+                    entry = json.loads(line)
+                    kind, when, monotonic = entry.pop("event"), entry.pop("time"), entry.pop("monotonic")
+                    self._events.append(Event(kind, when, monotonic, entry))
+        return self._events[since:]
+
+    def last(self, *kinds: str) -> Event | None:
+        """The newest event of one of these kinds."""
+        return next((event for event in reversed(self.events()) if event.kind in kinds), None)
+
+    def wait(self, until: Callable[[list[Event]], bool], limit: float) -> bool:
+        """Wait until ``until(events)`` holds. False: it does not after ``limit`` seconds, or never will since the
+        supervisor is gone."""
+        deadline, pause = time.monotonic() + limit, 0.005
+        while True:
+            alive = self.alive()
+            if until(self.events()):
+                return True
+            if not alive or time.monotonic() > deadline:
+                return False
+            time.sleep(pause)
+            pause = min(pause * 1.5, 0.1)
+
+    def alive(self) -> bool:
+        """Whether the supervisor runs."""
+        return self.supervisor is not None and procfs.same(self.supervisor)
+
+    def request(self, **words: Any) -> dict[str, Any]:
+        """Send one request, return its reply.
+
+        Raises:
+            SupervisorGoneError: nobody answers.
+            ServerError: the supervisor refused; the message is its own.
+        """
+        do = words["do"]
+        try:
+            reply = self._exchange(json.dumps(words).encode() + b"\n")
+        except (OSError, ValueError) as error:
+            raise SupervisorGoneError(
+                f"the supervisor of {self.directory.name} does not answer {do!r} ({error}); what it did last is in "
+                f"{self.directory / 'events.jsonl'}."
+            ) from error
+        if not reply.get("ok"):
+            raise ServerError(f"the supervisor of {self.directory.name} refused {do!r}: {reply.get('error')}.")
+        return reply
+
+    def _exchange(self, line: bytes) -> dict[str, Any]:
+        deadline = time.monotonic() + LIMIT
+        folder = os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
+                connection.settimeout(LIMIT)
+                # through the descriptor: the path of a socket may have 107 bytes only
+                connection.connect(f"/proc/self/fd/{folder}/supervisor.sock")
+                connection.sendall(line)
+                data = b""
+                while not data.endswith(b"\n"):
+                    connection.settimeout(max(0.01, deadline - time.monotonic()))
+                    chunk = connection.recv(65536)
+                    if not chunk or len(data) > _MAX_REPLY:
+                        raise OSError("it closed the connection")
+                    data += chunk
+        finally:
+            os.close(folder)
+        found: dict[str, Any] = json.loads(data)
+        return found
+
+
+def sweep_cookie(cookie: str, directory: Path | None = None, *, grace: float = 0.0, limit: float = 30.0) -> list[int]:
+    """End what a dead supervisor's server left: carriers of exactly this cookie and their descendants.
+
+    SIGTERM, SIGKILL after ``grace`` seconds, resource trackers last, shared daemons spared. With ``directory``, the
+    files in /dev/shm that its supervisor had noted as the server's are unlinked when nobody holds them. Not for a
+    cookie whose supervisor lives. Takes at most ``limit`` seconds.
+
+    Returns:
+        pids of what the kernel would not let die.
+    """
+    whose = {"supervisor": -1, "root": -1, "cookie": cookie, "skip": []}
+    requests: list[dict[str, Any]] = [{"do": "end", **whose, "deadline": time.monotonic() + grace}]
+    events = Control(directory).events() if directory else []
+    gone = {event.data["name"] for event in events if event.kind == "unlinked"}
+    files = {str(e.data["inode"]): e.data["name"] for e in events if e.kind == "shm" and e.data["name"] not in gone}
+    if files:
+        requests.append({"do": "clean", "files": files, "skip": []})
+    lines = "".join(json.dumps(request) + "\n" for request in requests)
+    try:
+        done = subprocess.run(
+            [sys.executable, "-S", "-E", str(_TREE)],
+            input=lines.encode(),
+            capture_output=True,
+            timeout=limit,
+            check=False,
+        )
+        said = done.stdout
+    except subprocess.TimeoutExpired as error:
+        said = error.stdout or b""
+    left = []
+    for line in said.splitlines():
+        with contextlib.suppress(ValueError, IndexError):
+            word, *rest = json.loads(line)
+            if word == "left":
+                left.append(int(rest[0]))
+    return left

@@ -1,0 +1,308 @@
+"""A running server as a test sees it."""
+
+from __future__ import annotations
+
+import re
+import subprocess
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from ..engines.base import Engine
+from ..errors import ServerError, ServerExitedError, ServerHungError
+from ..spec import ServerSpec
+from .control import Control, Event, SupervisorGoneError
+from .ports import Port
+from .readiness import exit_text, incidents, log_tail, lost_supervisor, settle, shown_tail
+from .record import ServerRecord, processes
+
+if TYPE_CHECKING:
+    import requests
+
+    from ..watch.phases import RankPhase
+
+TIMEOUT = (10.0, 300.0)
+"""Seconds for a connection, and between two pieces of an answer, unless the test says otherwise."""
+
+REQUEST_ALARM = "request_timeout"
+QUIET = 60.0
+"""Seconds after an incident that spared the server during which another timed-out request takes none."""
+
+_GIVE_UP = 20.0  # seconds after SIGKILL until the supervisor reports what would not die, and a margin
+_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)(?:\s+-?\d+)?\s*")
+_LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
+
+
+@dataclass(frozen=True, slots=True)
+class Sample:
+    """One line of Prometheus text."""
+
+    name: str
+    labels: Mapping[str, str]
+    value: float
+
+
+def parse_metrics(text: str) -> list[Sample]:
+    """Samples of a Prometheus (or OpenMetrics) text; lines that are none are passed over."""
+    found = []
+    for line in text.splitlines():
+        match = _SAMPLE.fullmatch(line.split(" # ", 1)[0].strip()) if line and line[0] != "#" else None
+        if match:
+            with suppress(ValueError):
+                name, labels, value = match.groups()
+                unescaped = {k: re.sub(r"\\(.)", _unescape, v) for k, v in _LABEL.findall(labels or "")}
+                found.append(Sample(name, unescaped, float(value)))
+    return found
+
+
+def _unescape(match: re.Match[str]) -> str:
+    return "\n" if match[1] == "n" else match[1]
+
+
+class Server:
+    """A server that became ready. Made by :func:`lifecycle.start`.
+
+    Attributes:
+        spec: what was asked for. model: the name that requests must carry. url: ``http://127.0.0.1:PORT``.
+        port: TCP port. log_path: its stdout and stderr. directory: its raw files.
+        record: what was launched. control: its supervisor.
+    """
+
+    def __init__(
+        self,
+        record: ServerRecord,
+        control: Control,
+        engine: Engine,
+        process: subprocess.Popen[bytes],
+        held: Port,
+        grace: float,
+        dump_limit: float,
+        incident: Callable[[Path, str], list[str]],
+    ) -> None:
+        self.spec: ServerSpec = record.spec
+        self.model = engine.served_model(record.spec)
+        self.url = record.url
+        self.port = record.port
+        self.log_path = record.log
+        self.directory = record.directory
+        self.record = record
+        self.control = control
+        self.left: list[tuple[int, str]] = []
+        """(pid, state) of what the kernel would not let die, once the server has been stopped."""
+        self._engine = engine
+        self._process = process
+        self._held = held
+        self._grace = grace
+        self._dump_limit = dump_limit
+        self._incident = incident
+        self._session: requests.Session | None = None
+        self._stopped = False
+        self._spared_at = float("-inf")
+
+    def __repr__(self) -> str:
+        return f"<Server {self.spec.id} at {self.url}>"
+
+    # Requests
+
+    def get(self, path: str, **options: Any) -> requests.Response:
+        """GET ``path``, which begins with a slash; options are those of ``requests``."""
+        return self.request("GET", path, **options)
+
+    def post(self, path: str, **options: Any) -> requests.Response:
+        """POST to ``path``; ``json=`` is what most want."""
+        return self.request("POST", path, **options)
+
+    def request(self, method: str, path: str, **options: Any) -> requests.Response:
+        """One request, with :data:`TIMEOUT` unless ``timeout=`` says otherwise, and never through a proxy.
+
+        Raises:
+            ServerHungError: we ended the server because it hung; the message is the incident's.
+            ServerExitedError: the server ended by itself.
+            requests.Timeout: no answer in time from a server that is healthy by its stacks; an incident was written.
+            requests.ConnectionError: the connection broke and the server lives.
+        """
+        import requests
+
+        if self._session is None:
+            self._session = requests.Session()
+            self._session.trust_env = False
+        options.setdefault("timeout", TIMEOUT)
+        since = len(self.control.events())
+        try:
+            response = self._session.request(method, self.url + path, **options)
+        except requests.Timeout as error:
+            raise self._timed_out(error, since) from error
+        except requests.ConnectionError as error:
+            raise self._broken(error, since) from error
+        if options.get("stream"):
+            self._guard(response, since)
+        return response
+
+    def _guard(self, response: requests.Response, since: int) -> None:
+        """A streamed answer breaks, or stops, where the test reads it: it gets the same errors there."""
+        import requests
+
+        read = response.iter_content
+
+        def iter_content(*args: Any, **options: Any) -> Iterator[Any]:
+            try:
+                yield from read(*args, **options)
+            except requests.exceptions.ChunkedEncodingError as error:
+                raise self._broken(error, since) from error
+            except requests.ConnectionError as error:
+                silent = "timed out" in str(error).lower()  # requests has no Timeout for the body of an answer
+                raise (self._timed_out if silent else self._broken)(error, since) from error
+
+        response.iter_content = iter_content  # type: ignore[method-assign]
+
+    def _broken(self, error: Exception, since: int) -> Exception:
+        """What a broken connection means: look, for a moment, whether the server has ended and why."""
+        self.control.wait(lambda events: any(e.kind in ("killing", "exited") for e in events[since:]), 1.0)
+        return self._fate(since) or error
+
+    def _fate(self, since: int) -> ServerError | None:
+        """The error for a server that has ended; None while it runs."""
+        alive = self.control.alive()
+        settle(self.control, 0, self._dump_limit + _GIVE_UP)
+        events = self.control.events()
+        found = {event.kind: event for event in reversed(events)}
+        end = next((event.kind for event in events if event.kind in ("killing", "exited")), None)
+        if end == "killing":
+            why = found["killing"].data
+            if why["why"] == "alarm":
+                return self._hung(str(why.get("name")))
+            return ServerExitedError(f"server {self.spec.id} was stopped ({why['why']}).", verdict="undecided")
+        if end == "exited":
+            code = int(found["exited"].data["code"])
+            return ServerExitedError(
+                f"server {self.spec.id} {exit_text(code)}. {shown_tail(self.log_path)}", verdict="crash"
+            )
+        if not alive and not self._stopped:
+            return ServerExitedError(
+                f"server {self.spec.id} {lost_supervisor(self.record, self.control)}", verdict="infra"
+            )
+        return None
+
+    def _hung(self, name: str) -> ServerHungError:
+        found = self.incidents()
+        last = found[-1] if found else {}
+        directory = last.get("incident")
+        text = str(last.get("text") or f"its alarm {name} went off. {shown_tail(self.log_path)}")
+        evidence = f"\nEvidence: {directory}" if directory else ""
+        return ServerHungError(
+            f"server {self.spec.id} was ended ({name}): {text}{evidence}",
+            verdict=str(last.get("verdict") or "hang"),
+            incident=directory,
+        )
+
+    def _timed_out(self, error: Exception, since: int) -> Exception:
+        """A request ran into its timeout: take an incident, which decides whether the server is to blame."""
+        if fate := self._ended():
+            return fate
+        if time.monotonic() - self._spared_at > QUIET:
+            argv = self._incident(self.directory, REQUEST_ALARM)
+            before = len(self.control.events())
+            with suppress(SupervisorGoneError):
+                self.control.fire(REQUEST_ALARM, argv, self._dump_limit)
+                self.control.wait(lambda events: any(e.kind == "fired" for e in events[before:]), 5.0)
+                settle(self.control, before, self._dump_limit + _GIVE_UP)
+            if fate := self._ended():
+                return fate
+            self._spared_at = time.monotonic()
+        found = self.incidents()
+        where = f"; the server was found healthy, evidence: {found[-1].get('incident')}" if found else ""
+        return type(error)(f"{error}{where}")
+
+    def _ended(self) -> ServerError | None:
+        return self._fate(0) if self.control.last("killing", "exited") or not self.control.alive() else None
+
+    # What it says of itself
+
+    def metrics(self, path: str = "/metrics") -> dict[str, float]:
+        """Every series of the server's Prometheus text by name, summed over its labels."""
+        found: dict[str, float] = {}
+        for sample in self.samples(path):
+            found[sample.name] = found.get(sample.name, 0.0) + sample.value
+        return found
+
+    def samples(self, path: str = "/metrics") -> list[Sample]:
+        """The server's Prometheus text with its labels."""
+        response = self.get(path)
+        response.raise_for_status()
+        return parse_metrics(response.text)
+
+    @property
+    def phases(self) -> dict[str, RankPhase]:
+        """The phase of every rank, by label, read from the log."""
+        from ..watch.phases import read_phases
+
+        return dict(read_phases(self.log_path, self._engine.grammar))
+
+    def ranks(self) -> dict[str, int]:
+        """pid of every rank that runs now, by label (``TP3``); empty for engines that title no process."""
+        from .. import procfs
+
+        found = {}
+        for entry in processes(self.record):
+            role = self._engine.process_role(procfs.cmdline(entry.pid), entry.comm)
+            if role and role.rank:
+                found[role.label] = entry.pid
+        return dict(sorted(found.items(), key=lambda pair: [int(n) for n in re.findall(r"\d+", pair[0])]))
+
+    def log_tail(self, n: int = 50) -> str:
+        """The last ``n`` lines of its output, as they are."""
+        return log_tail(self.log_path, n)
+
+    def exit_code(self) -> int | None:
+        """Exit code of its first process, negative for a signal; None while it runs."""
+        event = self.control.last("exited")
+        return int(event.data["code"]) if event else None
+
+    def incidents(self) -> list[dict[str, Any]]:
+        """What was found wrong with it, oldest first: time, reason, incident (directory), verdict, text."""
+        return incidents(self.directory)
+
+    def dump(self, reason: str = "manual") -> Path:
+        """Take the stacks of all its processes now, harm nothing, and return the incident's directory.
+
+        Raises:
+            ServerError: the server has ended, or no incident came out.
+        """
+        before, known = len(self.control.events()), len(self.incidents())
+        self.control.fire(reason, self._incident(self.directory, reason), self._dump_limit, kill=False)
+        self.control.wait(
+            lambda events: any(e.kind in ("spared", "stopped") for e in events[before:]), self._dump_limit + _GIVE_UP
+        )
+        found = self.incidents()[known:]
+        if not found or not found[-1].get("incident"):
+            raise ServerError(
+                f"no incident was written for {self.spec.id}. {shown_tail(self.directory / 'supervisor.log')}"
+            )
+        return Path(str(found[-1]["incident"]))
+
+    # The end
+
+    def stop(self, grace: float | None = None) -> None:
+        """End the server: SIGTERM, SIGKILL after ``grace`` seconds. Returns when nothing of it is left, or what would
+        not die is in :attr:`left`. May be called again."""
+        if self._stopped:
+            return
+        grace = self._grace if grace is None else grace
+        with suppress(ServerError):
+            self.control.stop(grace)
+        with suppress(subprocess.TimeoutExpired):
+            self._process.wait(grace + self._dump_limit + _GIVE_UP)
+        if self.control.last("stopped") is None and self._process.poll() != 0:
+            # killed by somebody, or wedged itself: its kernel-granted last will (the root's death) is not enough
+            self._process.kill()
+            self._process.wait()
+            lost_supervisor(self.record, self.control)
+        self._stopped = True
+        events: list[Event] = self.control.events()
+        self.left = [(int(e.data["pid"]), str(e.data["state"])) for e in events if e.kind == "left"]
+        self._held.release()
+        if self._session is not None:
+            self._session.close()

@@ -1,0 +1,242 @@
+"""Start a server: directory, port, supervisor, and the wait until it is ready."""
+
+from __future__ import annotations
+
+import json
+import os
+import select
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+import pytest_gpuserve
+
+from .. import procfs
+from ..engines.base import Engine, Launch
+from ..errors import EngineError, ServerStartError, SpecError
+from ..procfs import ProcessId
+from ..spec import ServerSpec
+from ..text import escape
+from . import ports
+from .control import Control
+from .handle import Server
+from .paths import server_directory
+from .readiness import Waiting, shown_tail, wait
+from .record import ServerRecord, boot_id
+
+Incident = Callable[[Path, str], list[str]]
+"""(directory of the server, reason) -> argv that takes the incident; [] takes none."""
+
+STARTUP_ALARM = "startup_budget"
+_SUPERVISOR = Path(__file__).with_name("supervisor.py")
+
+
+@dataclass(frozen=True, slots=True)
+class Limits:
+    """Seconds. ``startup``: from launch to ready. ``grace``: from SIGTERM to SIGKILL. ``dump``: for one incident."""
+
+    startup: float = 1800.0
+    grace: float = 10.0
+    dump: float = 30.0
+
+
+def start(
+    spec: ServerSpec,
+    engine: Engine,
+    *,
+    parent: Path,
+    limits: Limits,
+    incident: Incident,
+    gpus: Sequence[str] = (),
+    host: str = "127.0.0.1",
+    port: int | None = None,
+    owners: Sequence[int] = (),
+    pass_fds: Sequence[int] = (),
+    progress: Callable[[str], None] | None = None,
+) -> Server:
+    """Start a server and wait until it is ready. When this raises, nothing of the server is left.
+
+    Args:
+        parent: where the server's directory is made.
+        incident: what the supervisor runs when the start-up budget is over, and the handle when a request times out.
+        gpus: become CUDA_VISIBLE_DEVICES; empty: that stays as it is.
+        port: None: a free one.
+        owners: pids, beside this process, that the server must not outlive (the xdist controller).
+        pass_fds: descriptors that the supervisor keeps open until nothing of the server is left (GPU leases); the
+            server does not get them.
+        progress: called with a short text whenever the wait knows something new.
+
+    Raises:
+        ServerStartError: it did not become ready; ``verdict`` and the message say why.
+        EngineError, SpecError: there can be no such server.
+    """
+    python = spec.python or sys.executable
+    cwd = Path(spec.cwd or ".").absolute()
+    if not cwd.is_dir():
+        raise SpecError(f"cwd {spec.cwd!r} is no directory. Correct cwd in the gpuserve mark.")
+    held = ports.hold(host, port)
+    try:
+        launch = engine.launch(spec, host=host, port=held.number, python=python)
+        if not launch.argv:
+            raise EngineError(f"engine {spec.engine} has no command to start {spec.id}.")
+        record = _record(spec, engine, launch, server_directory(parent, spec), (host, held.number), gpus, python)
+        record.save()
+        (record.directory / "markers").mkdir(mode=0o700)
+        argv = incident(record.directory, STARTUP_ALARM)
+        budget_over = time.monotonic() + limits.startup
+        alarm = {"name": STARTUP_ALARM, "deadline": budget_over, "argv": argv, "limit": limits.dump}
+        config = {
+            "directory": str(record.directory),
+            "cookie": record.cookie,
+            "owners": [_identity(pid) for pid in (os.getpid(), *owners)],
+            "grace": limits.grace,
+            "argv": list(launch.argv),
+            "env": environment(spec, launch, gpus, record.directory / "markers"),
+            "cwd": str(cwd),
+            "log": str(record.log),
+            "keep": list(pass_fds),
+            "alarms": [alarm],
+        }
+        held.hand_over()
+        process, record = _spawn(record, config, pass_fds, limits)
+    except BaseException:
+        held.release()
+        raise
+    control = Control(record.directory, record.supervisor)
+    server = Server(record, control, engine, process, held, limits.grace, limits.dump, incident)
+    try:
+        wait(
+            Waiting(
+                record=record,
+                control=control,
+                probe=engine.ready(spec),
+                model=server.model,
+                budget=limits.startup,
+                incident_limit=limits.dump + limits.grace + 30.0,
+                rearm=lambda: control.arm(STARTUP_ALARM, time.monotonic() + limits.startup, argv, limits.dump),
+                disarm=lambda: control.disarm(STARTUP_ALARM),
+                progress=progress or (lambda _: None),
+            )
+        )
+    except BaseException:
+        server.stop(min(limits.grace, 0.5) if server.exit_code() is not None else None)
+        raise
+    return server
+
+
+def environment(spec: ServerSpec, launch: Launch, gpus: Sequence[str], markers: Path) -> dict[str, str | None]:
+    """What a server's environment has that pytest's has not; None removes. The spec is stronger than the engine, and
+    what we cannot do without is stronger than the spec."""
+    env: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "PYTHONFAULTHANDLER": "1", **launch.env, **dict(spec.env)}
+    inject = str(Path(pytest_gpuserve.__file__).parent / "diagnose" / "inject")
+    path = env["PYTHONPATH"] if "PYTHONPATH" in env else os.environ.get("PYTHONPATH")
+    env["PYTHONPATH"] = os.pathsep.join([inject, path] if path else [inject])
+    env["GPUSERVE_MARKERS"] = str(markers)
+    # setproctitle otherwise writes titles over the environment, and with it over the cookie (seen with 1.3.7)
+    env["SPT_NOENV"] = "1"
+    if gpus:
+        env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+    return env
+
+
+def _record(
+    spec: ServerSpec,
+    engine: Engine,
+    launch: Launch,
+    directory: Path,
+    where: tuple[str, int],
+    gpus: Sequence[str],
+    python: str,
+) -> ServerRecord:
+    owner = procfs.process_id(os.getpid())
+    assert owner is not None
+    host, port = ports.reachable(where[0]), where[1]
+    return ServerRecord(
+        spec=spec,
+        engine=engine.name,
+        argv=launch.argv,
+        url=f"http://[{host}]:{port}" if ":" in host else f"http://{host}:{port}",
+        host=host,
+        port=port,
+        gpus=tuple(gpus),
+        python=python,
+        cookie=f"{owner.pid}:{owner.start}:{uuid.uuid4().hex}",
+        owner=owner,
+        supervisor=None,
+        root=None,
+        directory=directory,
+        log=directory / "server.log",
+        started=time.time(),
+        boot=boot_id(),
+        own_timeout=engine.own_timeout(launch),
+    )
+
+
+def _identity(pid: int) -> list[int]:
+    found = procfs.process_id(pid)
+    return [pid, found.start if found else 0]  # a start time that nobody has: the supervisor ends the server at once
+
+
+def _spawn(
+    record: ServerRecord, config: Mapping[str, Any], pass_fds: Sequence[int], limits: Limits
+) -> tuple[subprocess.Popen[bytes], ServerRecord]:
+    """Start the supervisor and wait until it has started the server's process.
+
+    Raises:
+        EngineError: there is no such program, or it cannot be executed.
+        ServerStartError: the supervisor did not come up.
+    """
+    path = record.directory / "supervisor.json"
+    path.touch(mode=0o600)
+    path.write_text(json.dumps(config), encoding="utf-8")
+    with open(record.directory / "supervisor.log", "ab", opener=_private) as log:
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-E", str(_SUPERVISOR), str(path)],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.PIPE,
+            stderr=log,
+            start_new_session=True,  # Ctrl-C of the terminal must not reach it
+            pass_fds=tuple(pass_fds),
+        )
+    try:
+        assert process.stdout is not None
+        limit = limits.startup + limits.dump + 30.0
+        ready, _, _ = select.select([process.stdout], [], [], limit)
+        said = os.read(process.stdout.fileno(), 65536) if ready else b""
+        found = json.loads(said) if said else {}
+    except BaseException:
+        process.kill()  # its child dies with it
+        process.wait()
+        raise
+    finally:
+        if process.stdout is not None:
+            process.stdout.close()
+    if "pid" in found:
+        supervisor = procfs.process_id(process.pid)
+        record = replace(record, supervisor=supervisor, root=ProcessId(found["pid"], found["start"]))
+        record.save()
+        return process, record
+    if not found:
+        process.kill()
+    with suppress(subprocess.TimeoutExpired):
+        process.wait(30.0)
+    if "error" in found:
+        raise EngineError(
+            f"{record.spec.id} cannot be started: {escape(found['what'])}: {found['error']}. Its command is "
+            f"{escape(' '.join(record.argv), 300)}; change command, python or cwd in the gpuserve mark, or install the "
+            f"engine."
+        )
+    raise ServerStartError(
+        f"the supervisor of {record.spec.id} did not start. {shown_tail(record.directory / 'supervisor.log')}",
+        verdict="infra",
+    )
+
+
+def _private(path: str, flags: int) -> int:
+    return os.open(path, flags, 0o600)

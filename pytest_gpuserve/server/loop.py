@@ -1,0 +1,241 @@
+"""What the supervisor is made of: a poll loop, children, a journal, a socket, tree.py's handle. Standard library only.
+
+Nothing here blocks. supervisor.py, run as a script, imports it as a module of the same directory. No pathlib: it would
+cost a third of the start.
+"""
+
+# ruff: noqa: PTH101, PTH118, PTH120, PTH100
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+import resource
+import select
+import signal
+import socket
+import sys
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from functools import partial
+from typing import Any
+
+PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
+RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
+LINE_LIMIT, CLIENT_LIMIT = 1 << 20, 16  # bytes of a request, or of events that a full disk keeps waiting; clients
+TREE_START, TREE_SILENCE = 10.0, 1.5  # seconds
+
+
+def stat(pid: int) -> tuple[int, str]:
+    """Start time and state; (-1, "") when it is gone."""
+    try:
+        with open(f"/proc/{pid}/stat", "rb") as file:
+            part = file.read().rpartition(b")")[2].split()
+        return int(part[19]), part[0].decode()
+    except (OSError, IndexError):
+        return -1, ""
+
+
+def prctl(option: int, value: int) -> None:
+    if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
+        raise OSError(ctypes.get_errno(), "prctl")
+
+
+def spawn(
+    argv: list[str],
+    env: Mapping[str, str],
+    cwd: str,
+    *,
+    stdin: int,
+    out: int | str,
+    nofile: tuple[int, int],
+) -> tuple[int, int]:
+    """Fork and exec: the pid, and a pipe that tells why exec failed or just closes. It dies with us.
+
+    ``out`` a path: the child is the server, gets a session of its own and appends stdout and stderr to that file.
+    ``out`` a descriptor: a helper in our session, with a process group of its own; its stderr is ours.
+    """
+    parent, (told, tell) = os.getpid(), os.pipe()
+    if pid := os.fork():
+        os.close(tell)
+        if not isinstance(out, str):
+            with suppress(OSError):  # there and here: whoever comes first
+                os.setpgid(pid, pid)
+        return pid, told
+    stage: object = out
+    try:
+        os.setsid() if isinstance(out, str) else os.setpgid(0, 0)
+        for number in RESET:
+            signal.signal(number, signal.SIG_DFL)
+        resource.setrlimit(resource.RLIMIT_NOFILE, nofile)
+        prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        if os.getppid() != parent:
+            os._exit(1)
+        log = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if isinstance(out, str) else -1
+        for fd, source in enumerate((stdin, log, log) if isinstance(out, str) else (stdin, out, 2)):
+            os.dup2(source, fd)
+        os.chdir(stage := cwd)
+        os.execvpe(stage := argv[0], argv, env)
+    except BaseException as error:
+        text = getattr(error, "strerror", None) or str(error)
+        os.write(tell, json.dumps({"what": str(stage), "error": text}).encode())
+    finally:
+        os._exit(127)
+
+
+class Loop:
+    """Who is called when which descriptor can be read."""
+
+    def __init__(self) -> None:
+        self.poller, self.handlers = select.poll(), dict[int, Callable[[], object]]()
+
+    def watch(self, fd: int, handler: Callable[[], object]) -> None:
+        self.poller.register(fd, select.POLLIN)
+        self.handlers[fd] = handler
+
+    def unwatch(self, fd: int) -> None:
+        """Forget and close it."""
+        if self.handlers.pop(fd, None):
+            self.poller.unregister(fd)
+            os.close(fd)
+
+    def turn(self, until: float) -> None:
+        """Serve what is ready, waiting for it until then (CLOCK_MONOTONIC)."""
+        for fd, _ in self.poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)):
+            if handler := self.handlers.get(fd):  # not closed meanwhile
+                handler()
+
+
+class Journal:
+    """events.jsonl: appended a line at a time. A full disk delays a line; it never tears or loses one (up to 1 MiB)."""
+
+    def __init__(self, path: str) -> None:
+        self.path, self.fd, self.waiting = path, -1, bytearray()
+
+    def emit(self, event: str, **data: object) -> None:
+        line = json.dumps({"event": event, "time": time.time(), "monotonic": time.monotonic(), **data}) + "\n"
+        if len(self.waiting) < LINE_LIMIT:
+            self.waiting += line.encode()
+        self.flush()
+
+    def flush(self) -> None:
+        with suppress(OSError):
+            if self.fd < 0:
+                self.fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CREAT | os.O_CLOEXEC, 0o600)
+            while self.waiting:
+                del self.waiting[: os.write(self.fd, self.waiting)]
+
+
+class Listener:
+    """The control socket: JSON lines in, one JSON line out for each. A client that sends more than 1 MiB without a
+    newline, or does not read its answers, is dropped; the oldest is when there are too many."""
+
+    def __init__(self, loop: Loop, path: str, answer: Callable[[dict[str, Any]], dict[str, Any]]) -> None:
+        self.loop, self.answer, self.clients = loop, answer, dict[int, tuple[socket.socket, bytearray]]()
+        self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
+        self.socket.bind(path)
+        os.chmod(path, 0o600)
+        self.socket.listen(CLIENT_LIMIT)
+        loop.watch(self.socket.fileno(), self.accept)
+
+    def accept(self) -> None:
+        if len(self.clients) >= CLIENT_LIMIT:
+            self.drop(next(iter(self.clients)))
+        try:
+            client, _ = self.socket.accept()
+        except OSError:  # no descriptor to be had, or it has gone again
+            for fd in list(self.clients)[:1]:
+                self.drop(fd)
+            time.sleep(0.01)
+            return
+        client.setblocking(False)
+        fd = client.fileno()
+        self.clients[fd] = (client, bytearray())
+        self.loop.watch(fd, partial(self.serve, fd))
+
+    def drop(self, fd: int) -> None:
+        client, _ = self.clients.pop(fd)
+        client.detach()
+        self.loop.unwatch(fd)
+
+    def serve(self, fd: int) -> None:
+        client, buffer = self.clients[fd]
+        try:
+            data = client.recv(65536)
+            buffer += data
+            while (end := buffer.find(b"\n")) >= 0:
+                line = bytes(buffer[:end])
+                del buffer[: end + 1]
+                reply = json.dumps(self.reply(line)).encode() + b"\n"
+                if client.send(reply) < len(reply):
+                    data = b""
+            if not data or len(buffer) > LINE_LIMIT:
+                self.drop(fd)
+        except OSError:
+            self.drop(fd)
+
+    def reply(self, line: bytes) -> dict[str, Any]:
+        try:
+            request = json.loads(line)
+            if not isinstance(request, dict):
+                raise TypeError("a request is a JSON object")
+            return {"ok": True, **self.answer(request)}
+        except (ValueError, TypeError, KeyError, OverflowError, RecursionError) as error:
+            return {"ok": False, "error": f"{type(error).__name__}: {error}"}
+
+
+class Tree:
+    """tree.py and what it is asked. One that is silent too long is replaced, and what it was looking at is skipped."""
+
+    def __init__(self, loop: Loop, hear: Callable[..., None], nofile: tuple[int, int]) -> None:
+        self.loop, self.hear, self.nofile = loop, hear, nofile
+        self.asked, self.limit = "", 0.0  # what it is asked; when its silence is too long
+        self.looks_at, self.stuck, self.skip = 0, 0, list[int]()
+        self.start()
+
+    def start(self) -> None:
+        script = os.path.join(os.path.dirname(os.path.abspath(__file__)), "tree.py")
+        reads, self.input = os.pipe()
+        self.output, writes = os.pipe()
+        os.set_blocking(self.input, False)
+        self.loop.watch(self.output, self.read)
+        self.pid, self.half_line, self.looks_at = -1, b"", 0
+        self.limit = time.monotonic() + TREE_START
+        with suppress(OSError):  # no process to be had now: the pipe closes, and it is tried again
+            argv = [sys.executable, "-S", "-E", script]
+            self.pid, told = spawn(argv, os.environ, "/", stdin=reads, out=writes, nofile=self.nofile)
+            os.close(told)
+        os.close(reads)
+        os.close(writes)
+
+    def replace(self) -> None:
+        if self.looks_at and (self.looks_at == self.stuck or stat(self.looks_at)[1] == "D"):
+            self.skip.append(self.looks_at)
+        self.stuck, self.asked = self.looks_at, ""
+        if self.pid > 0:
+            os.kill(self.pid, signal.SIGKILL)  # not reaped yet, so still ours
+        self.loop.unwatch(self.output)
+        os.close(self.input)
+        self.start()
+
+    def ask(self, what: str, **more: object) -> None:
+        self.asked, self.limit = what, max(self.limit, time.monotonic() + TREE_SILENCE)
+        self.tell({"do": what, "skip": self.skip, **more})
+
+    def tell(self, words: dict[str, object]) -> None:
+        with suppress(OSError):  # full or closed: its silence will show
+            os.write(self.input, json.dumps(words).encode() + b"\n")
+
+    def read(self) -> None:
+        data = os.read(self.output, 65536)
+        if not data:
+            self.replace()
+            return
+        self.limit = time.monotonic() + TREE_SILENCE
+        *lines, self.half_line = (self.half_line + data).split(b"\n")
+        for word, *rest in map(json.loads, lines):
+            if word == "?":
+                self.looks_at = rest[0]
+            else:
+                self.hear(word, *rest)

@@ -1,0 +1,84 @@
+"""Where raw files live: one private directory a user, one directory a session, one a server."""
+
+from __future__ import annotations
+
+import os
+import secrets
+import stat
+import tempfile
+from pathlib import Path
+
+from .. import procfs
+from ..errors import GpuserveError
+from ..spec import ServerSpec
+
+STATE_VARIABLE = "GPUSERVE_STATE"
+
+_sessions: dict[tuple[int, Path], Path] = {}
+
+
+def state_root() -> Path:
+    """The state directory, 0700, created where it is missing.
+
+    ``$GPUSERVE_STATE``, else ``$XDG_STATE_HOME/gpuserve``, else ``~/.local/state/gpuserve``, else (no home, or one that
+    cannot be written) ``gpuserve-<uid>`` in the system's temporary directory.
+
+    Raises:
+        GpuserveError: ``$GPUSERVE_STATE`` is set and cannot be used, or there is no usable place at all.
+    """
+    if chosen := os.environ.get(STATE_VARIABLE):
+        path = Path(chosen).expanduser().absolute()
+        if problem := _claim(path):
+            raise GpuserveError(f"{STATE_VARIABLE}={chosen} cannot be used: {problem}. Set it to a directory of yours.")
+        return path
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    problem = "there is no home directory"
+    for path in (Path(home).expanduser() / "gpuserve", Path(tempfile.gettempdir()) / f"gpuserve-{os.getuid()}"):
+        if path.is_absolute() and (problem := _claim(path)) is None:
+            return path
+    raise GpuserveError(f"no directory for logs and sockets: {problem}. Set {STATE_VARIABLE} to a directory of yours.")
+
+
+def session_directory() -> Path:
+    """``sessions/<pid>-<starttime>-<8 hex>`` of this process, made once a process (a fork gets its own)."""
+    root = state_root()
+    key = (os.getpid(), root)
+    if key not in _sessions:
+        me = procfs.process_id(os.getpid())
+        start = me.start if me else 0
+        path = root / "sessions" / f"{os.getpid()}-{start}-{secrets.token_hex(4)}"
+        path.parent.mkdir(mode=0o700, exist_ok=True)
+        path.mkdir(mode=0o700)
+        _sessions[key] = path
+    return _sessions[key]
+
+
+def server_directory(parent: Path, spec: ServerSpec) -> Path:
+    """A new directory ``<n>-<spec.id>`` in ``parent``, 0700."""
+    number = 1 + sum(1 for _ in parent.iterdir())
+    while True:
+        path = parent / f"{number}-{spec.id[:120]}"  # a name may have 255 bytes, and files with it are longer
+        try:
+            path.mkdir(mode=0o700)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def _claim(path: Path) -> str | None:
+    """Make the directory or check that it is ours alone; None when it can be used, else why not."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+        found = path.lstat()
+        if not stat.S_ISDIR(found.st_mode):
+            return f"{path} is a link or no directory"
+        if found.st_uid != os.geteuid():
+            return f"{path} belongs to another user"
+        if stat.S_IMODE(found.st_mode) & 0o077:
+            path.chmod(0o700)
+        if not os.access(path, os.W_OK | os.X_OK):
+            return f"{path} cannot be written"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return None

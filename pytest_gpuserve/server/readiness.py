@@ -1,0 +1,260 @@
+"""From launched to ready: who listens, what it answers, whether it still lives; and what to say when it does not."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import os
+import re
+import select
+import signal
+import time
+from collections.abc import Callable, Mapping
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from ..engines.base import ReadyProbe
+from ..errors import ServerStartError
+from ..text import escape
+from . import ports
+from .control import Control, Event, SupervisorGoneError, sweep_cookie
+from .record import ServerRecord, processes
+
+TAIL_BYTES = 64 << 10
+"""What is ever read of a log from its end, whatever its size or the length of its lines."""
+
+_ANSWER_LIMIT = 60.0
+"""Seconds that one request of ours may take; the start-up budget is the real limit."""
+
+_ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+def log_tail(path: Path, lines: int = 50) -> str:
+    """The last lines of a log, as they are (foreign text). At most 64 KiB of the file are read, at its end; carriage
+    returns of progress bars end a line too, and of the bars only the newest is kept."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - TAIL_BYTES))
+            data = file.read(TAIL_BYTES)
+    except OSError:
+        return ""
+    text = _ANSI.sub("", data.decode(errors="replace"))
+    found = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    while found and not found[-1].strip():
+        found.pop()
+    return "\n".join(found[-lines:])
+
+
+def shown_tail(path: Path, lines: int = 20) -> str:
+    """The end of a log for an error message: escaped, long lines cut."""
+    tail = escape(log_tail(path, lines), 300)
+    return f"Last lines of {path}:\n{tail}" if tail else f"Its log {path} is empty."
+
+
+def exit_text(code: int) -> str:
+    """``exited with code 1``, or by which signal it was killed."""
+    if code >= 0:
+        return f"exited with code {code}"
+    with suppress(ValueError):
+        return f"was killed by {signal.Signals(-code).name} (signal {-code}), not by us"
+    return f"was killed by signal {-code}, not by us"
+
+
+def incidents(directory: Path) -> list[dict[str, Any]]:
+    """The lines of ``incidents.jsonl``, oldest first."""
+    found = []
+    with suppress(OSError), (directory / "incidents.jsonl").open(encoding="utf-8", errors="replace") as file:
+        for line in file:
+            with suppress(ValueError):
+                entry = json.loads(line)
+                if isinstance(entry, dict):
+                    found.append(entry)
+    return found
+
+
+def settle(control: Control, since: int, limit: float) -> None:
+    """Wait until no alarm that fired after the first ``since`` events is still without its end."""
+
+    def over(events: list[Event]) -> bool:
+        kinds = [event.kind for event in events[since:]]
+        return "stopped" in kinds or kinds.count("spared") >= kinds.count("fired")
+
+    control.wait(over, limit)
+
+
+def lost_supervisor(record: ServerRecord, control: Control) -> str:
+    """End what a server left whose supervisor was killed, and say so."""
+    left = sweep_cookie(record.cookie, record.directory)
+    pid = control.supervisor.pid if control.supervisor else "?"
+    unkillable = f" Processes {left} could not be ended." if left else ""
+    return f"lost its supervisor (somebody killed pid {pid}), so what was left of it has been ended.{unkillable}"
+
+
+@dataclass(frozen=True, slots=True)
+class Waiting:
+    """What :func:`wait` needs to know.
+
+    Attributes:
+        budget: seconds of start-up after which the supervisor acts; only named in messages here.
+        incident_limit: seconds that an incident, and the end of the tree after it, may take.
+        rearm: called when the budget is over and the incident spared the server (``--gpuserve-mode=soft``).
+        disarm: called when the server is ready; False: the budget was over at that very moment.
+        progress: called with a short text whenever something new is known.
+    """
+
+    record: ServerRecord
+    control: Control
+    probe: ReadyProbe
+    model: str
+    budget: float
+    incident_limit: float
+    rearm: Callable[[], None]
+    disarm: Callable[[], bool]
+    progress: Callable[[str], None]
+
+
+def wait(waiting: Waiting) -> None:
+    """Return when the server is ready.
+
+    Raises:
+        ServerStartError: it exited (``crash``, within moments), somebody else answers on its port (``port``), its
+            budget is over (the incident's verdict, else ``hang``), it refuses a one-token request (``config``), or
+            its supervisor is gone (``infra``).
+    """
+    _Wait(waiting).run()
+
+
+class _Wait:
+    """One wait; keeps what was seen last, for the message."""
+
+    def __init__(self, waiting: Waiting) -> None:
+        self._w = waiting
+        self._record = waiting.record
+        self._begun = time.monotonic()
+        self._seen = len(waiting.control.events())
+        self._said = ""
+        self._last = "nothing has listened there yet"
+
+    def run(self) -> None:
+        probe = self._w.probe
+        self._until(self._listens, 0.25)
+        self._until(lambda: self._asked("GET", probe.path, None), 0.5)
+        if probe.generate is not None:
+            body = {"model": self._w.model, **probe.generate}
+            self._until(lambda: self._asked("POST", probe.generate_path, body), 1.0)
+        self._until(self._listens, 0.25)  # it was ours that answered
+        self._until(self._disarmed, 0.25)
+
+    def _until(self, reached: Callable[[], bool], longest_pause: float) -> None:
+        pause = 0.02
+        while not reached():
+            self._check()
+            time.sleep(pause)
+            pause = min(pause * 1.3, longest_pause)
+
+    def _disarmed(self) -> bool:
+        try:
+            return self._w.disarm()
+        except SupervisorGoneError:
+            return False
+
+    # What may be true of the port
+
+    def _listens(self) -> bool:
+        if other := self._intruder():
+            raise self._port_error(other)
+        if not ports.answering(self._record.host, self._record.port):
+            return False
+        self._tell(f"port {self._record.port} is open")
+        return True
+
+    def _intruder(self) -> ports.Listener | None:
+        """Somebody who is not of our tree and listens on the server's port."""
+        other = None
+        for _ in range(2):  # the tree and the listeners are not read at one moment
+            found = ports.answering(self._record.host, self._record.port)
+            other = ports.foreign(found, [entry.pid for entry in processes(self._record)]) if found else None
+            if other is None:
+                return None
+        return other
+
+    def _port_error(self, other: ports.Listener) -> ServerStartError:
+        record = self._record
+        return ServerStartError(
+            f"server {record.spec.id} cannot be reached: {ports.port_taken(record.host, record.port, other)} It is not "
+            f"what we started ({escape(' '.join(record.argv), 300)}), so none of its answers is believed.",
+            verdict="port",
+        )
+
+    def _asked(self, method: str, path: str, body: Mapping[str, object] | None) -> bool:
+        """One request; True for 200. While it waits for the answer it keeps an eye on the server."""
+        connection = http.client.HTTPConnection(self._record.host, self._record.port, timeout=5.0)
+        try:
+            data = json.dumps(body).encode() if body is not None else None
+            connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
+            patience = time.monotonic() + _ANSWER_LIMIT
+            while not select.select([connection.sock], [], [], 0.1)[0]:
+                self._check()
+                if data is None and time.monotonic() > patience:
+                    raise TimeoutError(f"no answer in {_ANSWER_LIMIT:.0f} s")
+            answer = connection.getresponse()
+            text = answer.read(2000).decode(errors="replace")
+        except (OSError, http.client.HTTPException) as error:
+            self._last = f"{method} {path}: {str(error) or type(error).__name__}"
+            return False
+        finally:
+            connection.close()
+        self._last = f"{method} {path} answered {answer.status}"
+        self._tell(self._last)
+        if data is not None and 400 <= answer.status < 500 and answer.status not in (408, 425, 429):
+            raise self._error(f"refuses a one-token request: {escape(text, 300)[:600]}", "config")
+        return answer.status == 200
+
+    def _tell(self, text: str) -> None:
+        if text != self._said:
+            self._said = text
+            self._w.progress(text)
+
+    # What may have happened to the server
+
+    def _check(self) -> None:
+        """Raise when the server cannot become ready any more."""
+        alive = self._w.control.alive()  # first: what it did last is in the events then
+        events = self._w.control.events(self._seen)
+        found = {event.kind: event for event in reversed(events)}
+        if "fired" in found:
+            self._budget_over()
+        elif "exited" in found:
+            if other := self._intruder():
+                raise self._port_error(other)
+            raise self._error(exit_text(int(found["exited"].data["code"])), "crash", shown_tail(self._record.log))
+        elif "killing" in found:
+            raise self._error(f"was ended ({found['killing'].data['why']})", "infra")
+        elif not alive:
+            raise self._error(lost_supervisor(self._record, self._w.control), "infra")
+
+    def _budget_over(self) -> None:
+        """The start-up budget is over: the incident says what is wrong."""
+        control, record = self._w.control, self._record
+        settle(control, self._seen, self._w.incident_limit)
+        if any(event.kind == "spared" for event in control.events(self._seen)):
+            self._seen = len(control.events())
+            self._tell("the start-up budget is over; the server is spared")
+            self._w.rearm()
+            return
+        verdict, directory = "hang", None
+        text = f"No incident was written; {record.directory / 'supervisor.log'} may say why. {shown_tail(record.log)}"
+        if found := incidents(record.directory):
+            verdict, directory = str(found[-1].get("verdict") or "hang"), found[-1].get("incident")
+            text = str(found[-1].get("text") or text) + (f"\nEvidence: {directory}" if directory else "")
+        what = f"was not ready within its start-up budget of {self._w.budget:g} s (startup_timeout)"
+        raise self._error(what, verdict, text, directory)
+
+    def _error(self, what: str, verdict: str, text: str = "", incident: str | None = None) -> ServerStartError:
+        after = time.monotonic() - self._begun
+        where = f"{after:.1f} s after its launch, before it was ready ({self._record.url}: {self._last})"
+        message = f"server {self._record.spec.id} {what}, {where}.{' ' if text else ''}{text}"
+        return ServerStartError(message, verdict=verdict, incident=incident)

@@ -1,0 +1,160 @@
+"""server.json: everything that another process needs to look at one server."""
+
+from __future__ import annotations
+
+import json
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from .. import procfs
+from ..errors import GpuserveError
+from ..procfs import ProcessId
+from ..spec import ServerSpec
+
+ALARM_VARIABLE = "GPUSERVE_ALARM"
+"""Environment of what an alarm runs (its value is the server's cookie): never taken for the server's own."""
+
+
+@dataclass(frozen=True, slots=True)
+class ServerRecord:
+    """What was launched.
+
+    Attributes:
+        engine: name of the adapter.
+        gpus: the GPUs that it may see, as CUDA_VISIBLE_DEVICES names them; empty: not limited by us.
+        python: interpreter of the engine.
+        cookie: ``ownerpid:ownerstart:uuid``, in the environment of everything that the server starts.
+        owner: the process that started it; the server ends with it.
+        supervisor: None until it runs.
+        root: the process of ``argv``; None until it runs.
+        directory: where this record is. log: the server's output.
+        started: wall clock.
+        boot: the kernel's boot id, since pids and start times mean nothing after a reboot or on another machine.
+        own_timeout: seconds after which the engine's own watchdog destroys the evidence; None when it has none.
+    """
+
+    spec: ServerSpec
+    engine: str
+    argv: tuple[str, ...]
+    url: str
+    host: str
+    port: int
+    gpus: tuple[str, ...]
+    python: str
+    cookie: str
+    owner: ProcessId
+    supervisor: ProcessId | None
+    root: ProcessId | None
+    directory: Path
+    log: Path
+    started: float
+    boot: str = ""
+    own_timeout: float | None = None
+
+    def save(self) -> None:
+        """Write ``server.json``, whole or not at all."""
+        path = self.directory / "server.json"
+        draft = path.with_name(".server.json")
+        draft.touch(mode=0o600)
+        draft.write_text(json.dumps(self.to_json(), indent=1) + "\n", encoding="utf-8")
+        draft.replace(path)
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "schema": "gpuserve.server/1",
+            "spec": self.spec.to_json(),
+            "engine": self.engine,
+            "argv": list(self.argv),
+            "url": self.url,
+            "host": self.host,
+            "port": self.port,
+            "gpus": list(self.gpus),
+            "python": self.python,
+            "cookie": self.cookie,
+            "owner": _pair(self.owner),
+            "supervisor": _pair(self.supervisor),
+            "root": _pair(self.root),
+            "directory": str(self.directory),
+            "log": str(self.log),
+            "started": self.started,
+            "boot": self.boot,
+            "own_timeout": self.own_timeout,
+        }
+
+
+def boot_id() -> str:
+    """Changes with every boot."""
+    return procfs.read("/proc/sys/kernel/random/boot_id").decode().strip()
+
+
+def load(directory: Path) -> ServerRecord:
+    """Read ``server.json``.
+
+    Raises:
+        GpuserveError: there is none, or it is broken.
+    """
+    path = directory / "server.json"
+    try:
+        found = json.loads(path.read_bytes())
+        owner = _process(found["owner"])
+        if owner is None:
+            raise ValueError("it has no owner")
+        return ServerRecord(
+            spec=ServerSpec.from_mapping(found["spec"], source=str(path)),
+            engine=found["engine"],
+            argv=tuple(found["argv"]),
+            url=found["url"],
+            host=found["host"],
+            port=found["port"],
+            gpus=tuple(found["gpus"]),
+            python=found["python"],
+            cookie=found["cookie"],
+            owner=owner,
+            supervisor=_process(found["supervisor"]),
+            root=_process(found["root"]),
+            directory=directory,
+            log=directory / Path(found["log"]).name,
+            started=found["started"],
+            boot=found["boot"],
+            own_timeout=found["own_timeout"],
+        )
+    except OSError as error:
+        raise GpuserveError(f"{directory} is no directory of a server: {path.name}: {error.strerror}.") from error
+    except (ValueError, KeyError, TypeError) as error:
+        raise GpuserveError(f"{path} cannot be read: {error}.") from error
+
+
+def processes(record: ServerRecord) -> list[procfs.Stat]:
+    """The live tree, parents before children: descendants of the supervisor, carriers of the cookie and descendants of
+    those, less the supervisor and what it runs for itself (its session is its own; the server's are others)."""
+    table = procfs.snapshot()
+    supervisor = record.supervisor
+    present = supervisor is not None and (found := table.get(supervisor.pid)) is not None and found.id == supervisor
+    session = supervisor.pid if present and supervisor else -1
+    roots = set(procfs.descendants(session, table)) if present else set()
+    own = {pid for pid, entry in table.items() if entry.session == session}
+    alarm = set()
+    for pid in table.keys() - own:
+        environment = procfs.environ(pid)
+        if environment.get(procfs.COOKIE_VARIABLE) == record.cookie:
+            roots.add(pid)
+        elif environment.get(ALARM_VARIABLE) == record.cookie:
+            alarm.add(pid)
+    hidden = own | alarm
+    for pid in alarm:
+        hidden.update(procfs.descendants(pid, table))
+    members = set(roots)
+    for pid in roots:
+        members.update(procfs.descendants(pid, table))
+    order = {pid: n for n, pid in enumerate(procfs.descendants(session, table) if present else ())}
+    live = [table[pid] for pid in members - hidden if table[pid].alive]
+    return sorted(live, key=lambda entry: (order.get(entry.pid, len(order)), entry.start, entry.pid))
+
+
+def _pair(process: ProcessId | None) -> list[int] | None:
+    return [process.pid, process.start] if process else None
+
+
+def _process(found: Any) -> ProcessId | None:
+    return ProcessId(int(found[0]), int(found[1])) if found else None
