@@ -8,9 +8,9 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GpuserveError
+from ..server.readiness import settle
 
 if TYPE_CHECKING:
-    from ..server.control import Event
     from ..server.handle import Server
 
 TEST_ALARM = "test_timeout"
@@ -58,21 +58,21 @@ class Evidence:
         self._events = len(self._server.control.events())
         self._incidents = len(self._server.incidents())
 
-    def under_way(self) -> bool:
-        """An alarm went off and its dump is still being taken."""
-        return _open_alarms(self._server.control.events(self._events)) > 0
+    def went_off(self) -> bool:
+        """An alarm went off: its dump is being taken, or was."""
+        return any(event.kind == "fired" for event in self._server.control.events(self._events))
 
     def take(self) -> Finding | None:
         """What is new since the last call; waits for a dump that is under way, within its limit. None: nothing."""
-        begin, control = self._events, self._server.control
-        control.wait(lambda events: not _open_alarms(events[begin:]), self._limit)
-        events = control.events(begin)
+        settle(self._server.control, self._events, self._limit)
+        events = self._server.control.events(self._events)
         incidents = self._server.incidents()[self._incidents :]
         self._events += len(events)
         self._incidents += len(incidents)
         fired = tuple(str(event.data["name"]) for event in events if event.kind == "fired")
         killed = any(event.kind == "killing" and event.data.get("why") == "alarm" for event in events)
-        code = None if killed else self._server.exit_code()
+        end = next((event for event in events if event.kind in ("killing", "exited")), None)
+        code = int(end.data["code"]) if end is not None and end.kind == "exited" else None
         if not fired and not killed and not incidents and code is None:
             return None
         return Finding(self._server, fired, killed, code, tuple(incidents))
@@ -81,16 +81,3 @@ class Evidence:
         """A request to the supervisor that may find it dead; the server's own death will tell then."""
         with contextlib.suppress(GpuserveError, OSError):
             call(*args)
-
-
-def _open_alarms(events: list[Event]) -> int:
-    """Alarms that went off and whose end (spared, or everything killed) has not been written yet."""
-    open_ = 0
-    for event in events:
-        if event.kind == "fired":
-            open_ += 1
-        elif event.kind == "spared":
-            open_ -= 1
-        elif event.kind == "stopped":
-            open_ = 0
-    return open_

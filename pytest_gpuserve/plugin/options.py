@@ -30,6 +30,8 @@ class Settings:
     Attributes:
         action: ``run``, ``plan`` (show what would start, start nothing) or ``skip`` (skip every test with a server).
         soft: dump and report, never kill.
+        stall_timeout: seconds without any sign of progress after which a server is hung; ``auto``: learned per phase;
+            None: nobody watches.
         session_deadline: wall-clock time (as time.time()) at which every server is dumped; None: no deadline.
         artifacts: where incidents go; None: nowhere but the state directory.
         override: what ``--gpuserve-set`` launches, stronger than marks.
@@ -45,6 +47,7 @@ class Settings:
     dump_timeout: float
     artifacts: Path | None
     session_deadline: float | None
+    stall_timeout: float | Literal["auto"] | None = "auto"
     override: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     chosen: tuple[str, ...] = ()
@@ -148,6 +151,10 @@ def deadline(text: str, source: Source, now: float | None = None) -> float | Non
     return when
 
 
+def _stall(text: str, source: Source) -> float | Literal["auto"] | None:
+    return "auto" if text == "auto" else None if text == "off" else seconds(text, source)
+
+
 OPTIONS: tuple[Option, ...] = (
     Option(
         "",
@@ -177,6 +184,13 @@ OPTIONS: tuple[Option, ...] = (
         "dump-timeout", seconds, "30", "budget for taking stacks at a deadline, before anything is killed", "SECONDS"
     ),
     Option("artifacts", lambda text, _: text, "gpuserve-artifacts", "where incidents are written, or off", "DIR"),
+    Option(
+        "stall-timeout",
+        _stall,
+        "auto",
+        "how long a starting or asked server may show no sign of progress; auto: by phase; off: for ever",
+        "SECONDS",
+    ),
     Option(
         "session-deadline",
         deadline,
@@ -245,6 +259,7 @@ def read_settings(config: pytest.Config) -> Settings:
         dump_timeout=values["gpuserve_dump_timeout"],
         artifacts=None if where == "off" else (base / Path(where).expanduser()),
         session_deadline=values["gpuserve_session_deadline"],
+        stall_timeout=values["gpuserve_stall_timeout"],
         override=override,
         defaults=defaults,
         chosen=(*chosen, "--gpuserve-set") if config.getoption("gpuserve_set", None) else chosen,

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 from collections.abc import Mapping
 from pathlib import Path
+from types import TracebackType
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -32,13 +33,14 @@ class Outcome:
             state.clock.halt()  # the phase is over: a teardown, or the next attempt, starts the clock afresh
         slots = state.pool.touched if state.pool is not None else ()
         self._findings = [(slot, found) for slot in slots if (found := self._take(slot)) is not None]
-        self._hide_our_frames()
+        if call.excinfo is not None and isinstance(call.excinfo.value, ServerError):
+            _end_in_their_code(call.excinfo.value, call.excinfo.tb)
         if call.when == "setup" and call.excinfo is None:
             item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in _PROPERTIES]
         self._set_properties()
 
     def _take(self, slot: Slot) -> Finding | None:
-        if slot.evidence.under_way():
+        if slot.evidence.went_off():
             self._state.clock.halt()
         return slot.evidence.take()
 
@@ -113,14 +115,6 @@ class Outcome:
     def _timeout(self) -> float | None:
         return self._state.clock.timeout_of(self._item)
 
-    def _hide_our_frames(self) -> None:
-        """A traceback ends in the user's code: what is ours is told by the message."""
-        excinfo = self._call.excinfo
-        if excinfo is not None and isinstance(excinfo.value, ServerError):
-            theirs = excinfo.traceback.filter(lambda entry: _PACKAGE not in Path(str(entry.path)).parents)
-            if theirs:
-                excinfo.traceback = theirs
-
 
 def _headline(found: Finding, timeout: float | None) -> str:
     """What happened to the server, in one sentence or two."""
@@ -163,3 +157,16 @@ def _phase(incident: str) -> str:
         return str(json.loads((Path(incident) / "incident.json").read_text(encoding="utf-8")).get("phase") or "")
     except (OSError, ValueError, AttributeError):
         return ""
+
+
+def _end_in_their_code(error: ServerError, traceback: TracebackType) -> None:
+    """End a traceback where the user called us: what is behind that, and the client's own errors, the message tells."""
+    error.__cause__, error.__suppress_context__ = None, True
+    last: TracebackType | None = None
+    entry: TracebackType | None = traceback
+    while entry is not None:
+        if _PACKAGE not in Path(entry.tb_frame.f_code.co_filename).parents:
+            last = entry
+        entry = entry.tb_next
+    if last is not None:
+        last.tb_next = None

@@ -8,12 +8,13 @@ import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from ..engines import get_engine
-from ..errors import GpuserveError, ServerError, ServerStartError, SpecError
+from ..errors import GpuserveError, ServerStartError, SpecError
 from ..report.incident import command
 from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
@@ -23,6 +24,7 @@ from .evidence import SESSION_ALARM, TEST_ALARM, Evidence
 from .options import Settings
 from .resolve import Wanted, as_layer, build, resolve
 from .state import ERROR, PROBLEM, WANTED, State
+from .watching import Watching
 
 if TYPE_CHECKING:
     from ..server.handle import Server
@@ -55,8 +57,11 @@ class Slot:
 
     def unfit(self) -> str | None:
         """Why it cannot serve another test; None: it can."""
-        if self.retire is None and (code := self.server.exit_code()) is not None:
-            self.retire = f"it ended by itself with exit code {code}"
+        if self.retire is None:
+            if (code := self.server.exit_code()) is not None:
+                self.retire = f"it ended by itself with exit code {code}"
+            elif not self.server.control.alive():
+                self.retire = "its supervisor was killed"
         return self.retire
 
 
@@ -71,6 +76,7 @@ class Pool:
         self._state = state
         self._slots: list[Slot] = []
         self._strikes: dict[str, list[str]] = {}
+        self._watching = Watching(state.settings)
         self.touched: list[Slot] = []
         state.pool = self
 
@@ -108,6 +114,7 @@ class Pool:
         """Stop every server. Called at the end of the session."""
         with self._state.clock.paused():
             self._stop(list(self._slots))
+            self._watching.end()
         self._state.pool = None
 
     # What the plugin calls
@@ -185,6 +192,7 @@ class Pool:
         budget = limits.startup_timeout
         if limits.session_deadline is not None:
             budget = max(1.0, min(budget, limits.session_deadline - time.time()))
+        self._watching.begin()
         state.ledger.starting(spec)
         try:
             server = start(
@@ -192,7 +200,7 @@ class Pool:
                 get_engine(spec.engine),
                 parent=session_directory(),
                 limits=Limits(startup=budget, grace=limits.grace, dump=limits.dump_timeout),
-                incident=lambda directory, reason: self._command(directory, reason, item, None),
+                incident=self._command,
                 gpus=gpus,
                 owners=state.owners,
             )
@@ -209,15 +217,17 @@ class Pool:
         state.config.hook.pytest_gpuserve_server_started(server=server)
         return slot
 
-    def _command(
-        self, directory: os.PathLike[str], reason: str, item_or_test: object, after: float | None
-    ) -> list[str]:
-        test = getattr(item_or_test, "nodeid", item_or_test)
+    def _command(self, directory: Path, reason: str) -> list[str]:
+        """argv of an incident in the test in progress, as the server's start-up and its requests need it."""
+        item = self._state.item
+        return self._incident(directory, reason, item.nodeid if item is not None else None)
+
+    def _incident(self, directory: Path, reason: str, test: str | None, after: float | None = None) -> list[str]:
         settings = self._state.settings
         return command(directory, settings.artifacts, reason, test=test, after=after, soft=settings.soft)
 
     def _arm(self, slot: Slot, name: str, deadline: float, test: str | None, after: float | None) -> None:
-        argv = self._command(slot.server.directory, name, test, after)
+        argv = self._incident(slot.server.directory, name, test, after)
         slot.evidence.quietly(slot.server.control.arm, name, deadline, argv, 0.8 * slot.limits.dump_timeout)
 
     def _hold(self, slot: Slot, item: pytest.Item | None) -> None:
@@ -270,10 +280,11 @@ class Pool:
         for slot in slots:
             slot.evidence.quietly(slot.server.control.stop, slot.limits.grace)
         for slot in slots:
-            try:
-                slot.server.stop()
-            except ServerError as error:
-                self._state.ledger.trouble(f"{slot.server.spec.id}: {error}")
+            slot.server.stop()
+            for pid, state in slot.server.left:
+                self._state.ledger.trouble(
+                    f"{slot.server.spec.id} left process {pid} (state {state}), which cannot be killed"
+                )
             self._slots.remove(slot)
 
 
