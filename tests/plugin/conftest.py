@@ -10,6 +10,7 @@ import sys
 import time
 import xml.etree.ElementTree as ET
 from collections.abc import Callable, Iterator
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
@@ -22,35 +23,65 @@ from pytest_gpuserve.errors import EngineError
 class Project:
     """A directory with tests, a state directory of its own, and what is left of the runs in it."""
 
-    def __init__(self, pytester: pytest.Pytester, state: Path) -> None:
-        self.pytester = pytester
-        self.path = pytester.path
+    def __init__(self, path: Path, state: Path, pytester: pytest.Pytester | None = None) -> None:
+        self.path = path
         self.state = state
+        self.pytester = pytester
+        state.chmod(0o700)
+        (path / "tox.ini").write_text("[pytest]\n")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        """Ours, less what would steer the inner run."""
+        steering = ("GPUSERVE", "PYTEST_TIMEOUT", "PYTEST_ADDOPTS", "PYTEST_XDIST", "PYTEST_CURRENT")
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(steering)}
+        return {**kept, "GPUSERVE_STATE": str(self.state), "PYTHONUNBUFFERED": "1"}
 
     def write(self, **files: str) -> None:
         """Test modules by name, such as ``test_one="def test_…"``."""
-        self.pytester.makepyfile(**files)
+        for name, text in files.items():
+            (self.path / f"{name}.py").write_text(cleandoc(text) + "\n")
 
     def here(self, *arguments: str) -> pytest.RunResult:
         """Run in this process with no other plugin: for what starts no server."""
+        assert self.pytester is not None
         with pytest.MonkeyPatch.context() as patch:
             patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
             return self.pytester.runpytest_inprocess("-p", "gpuserve", *arguments)
 
-    def run(self, *arguments: str, timeout: float = 120) -> pytest.RunResult:
-        """Run in a process of its own."""
-        return self.pytester.runpytest_subprocess("-p", "no:randomly", *arguments, timeout=timeout)
+    def run(self, *arguments: str, timeout: float = 150) -> pytest.RunResult:
+        """Run in a process of its own, in the order of the files."""
+        return self.wait(self.start("-p", "no:randomly", *arguments), timeout)
 
     def start(self, *arguments: str) -> subprocess.Popen[bytes]:
-        """Start a run and come back at once; output goes to out.txt."""
-        with (self.path / "out.txt").open("wb") as out:
+        """Start a run and come back at once; its output goes to out.txt and err.txt."""
+        with (self.path / "out.txt").open("wb") as out, (self.path / "err.txt").open("wb") as err:
             return subprocess.Popen(
-                [sys.executable, "-m", "pytest", "-p", "no:randomly", *arguments],
+                [sys.executable, "-m", "pytest", *arguments],
                 cwd=self.path,
+                env=self.environment,
+                stdin=subprocess.DEVNULL,
                 stdout=out,
-                stderr=subprocess.STDOUT,
+                stderr=err,
                 start_new_session=True,
             )
+
+    def wait(self, process: subprocess.Popen[bytes], timeout: float = 150) -> pytest.RunResult:
+        """The end of a run that was started."""
+        begun = time.monotonic()
+        try:
+            code = process.wait(timeout)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+            raise AssertionError(f"still running after {timeout} s\n{self.output('out.txt')}") from None
+        print(self.output("out.txt"), self.output("err.txt"))
+        lines = [self.output(name).splitlines() for name in ("out.txt", "err.txt")]
+        return pytest.RunResult(code, *lines, time.monotonic() - begun)
+
+    def output(self, name: str) -> str:
+        path = self.path / name
+        return path.read_text(errors="replace") if path.exists() else ""
 
     def wait_for(self, condition: Callable[[], Any], what: str, limit: float = 60) -> Any:
         """What ``condition`` returns once it is true."""
@@ -59,8 +90,7 @@ class Project:
             if found := condition():
                 return found
             time.sleep(0.05)
-        output = (self.path / "out.txt").read_text(errors="replace") if (self.path / "out.txt").exists() else ""
-        raise AssertionError(f"no {what} within {limit} s\n{output}")
+        raise AssertionError(f"no {what} within {limit} s\n{self.output('out.txt')}")
 
     def servers(self) -> list[Path]:
         """Directories of the servers that were started, in the order of their start."""
@@ -109,14 +139,19 @@ class Project:
 def project(
     pytester: pytest.Pytester, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
 ) -> Iterator[Project]:
-    for variable in list(os.environ):
-        if variable.startswith(("GPUSERVE", "PYTEST_TIMEOUT", "PYTEST_ADDOPTS", "PYTEST_XDIST")):
-            monkeypatch.delenv(variable)
-    state = tmp_path_factory.mktemp("state")
-    state.chmod(0o700)
-    monkeypatch.setenv("GPUSERVE_STATE", str(state))
-    pytester.makeini("[pytest]\n")
-    project = Project(pytester, state)
+    """A project for one test."""
+    project = Project(pytester.path, tmp_path_factory.mktemp("state"), pytester)
+    for variable in set(os.environ) - set(project.environment):
+        monkeypatch.delenv(variable)
+    monkeypatch.setenv("GPUSERVE_STATE", str(project.state))
+    yield project
+    project.kill_all()
+
+
+@pytest.fixture(scope="module")
+def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
+    """A project whose one run several tests look at."""
+    project = Project(tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("state"))
     yield project
     project.kill_all()
 
