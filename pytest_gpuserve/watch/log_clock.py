@@ -22,8 +22,7 @@ class LogClock:
 
     def time(self, record: bytes, now: float) -> float:
         """When the record was written; without a stamp, when it arrived (``now``, on the caller's clock)."""
-        found = self._stamp.search(record) if self._stamp else None
-        raw = _seconds(found, self._year) if found else None
+        raw = self._raw(record)
         if raw is None:
             self._latest = max(self._latest, now + self._ahead)
             return self._latest
@@ -36,6 +35,37 @@ class LogClock:
         self._latest = max(self._latest, time)
         self._ahead = max(self._ahead, time - now)  # an old log read at once: its last line is what arrives now
         return time
+
+    def look(self, record: bytes, now: float) -> float:
+        """The same for a record that is looked at out of its turn, which may be older than the last one."""
+        raw = self._raw(record)
+        return self.time(record, now) if raw is None or self._shift is None else min(self._latest, raw + self._shift)
+
+    def _raw(self, record: bytes) -> float | None:
+        found = self._stamp.search(record) if self._stamp else None
+        return _seconds(found, self._year) if found else None
+
+    @property
+    def started(self) -> bool:
+        """A stamp has been seen."""
+        return self._shift is not None
+
+    def begin(self, text: bytes, now: float) -> None:
+        """The first stamp of a text is where the log's time begins."""
+        if self._stamp and (found := self._stamp.search(text)):
+            self.time(found.group(), now)
+
+    def pass_over(self, text: bytes, now: float) -> None:
+        """The last stamp of a text: what comes after it is no earlier."""
+        last = None
+        for last in self._stamp.finditer(text) if self._stamp else ():  # noqa: B007
+            pass
+        if last:
+            self.time(last.group(), now)
+
+    def stamped(self, record: bytes) -> bool:
+        """The record has a time of its own."""
+        return self._stamp is not None and self._stamp.search(record) is not None
 
     def arrival(self, time: float) -> float:
         """The same moment on the caller's clock."""

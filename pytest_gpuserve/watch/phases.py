@@ -11,7 +11,6 @@ from pathlib import Path
 from typing import Final
 
 from ..engines.base import LogGrammar, PhaseRule, Rank
-from ..vocabulary import PHASES
 from .log_clock import LogClock
 from .rank_phase import RankPhase, State
 
@@ -25,7 +24,6 @@ MAX_RANKS: Final = 4096
 
 _ANSI = re.compile(rb"\x1b\[[0-9;?]*[ -/]*[@-~]")
 _BAR_END = re.compile(rb"(?:it/s|s/it|[a-z]/s)\]$")
-_ORDER: Final = {phase: n for n, phase in enumerate(PHASES)}
 
 
 class PhaseReader:
@@ -43,6 +41,7 @@ class PhaseReader:
         self._pending = b""
         self._dropping = False
         self._position: int | None = None
+        self._text, self._base = b"", 0
         self.progress_bytes = 0
         """Bytes of complete records that are no heartbeats: grows exactly when the server says something new."""
         self.heartbeats = 0
@@ -97,7 +96,7 @@ class PhaseReader:
             assert state.rank is not None
             led = leaders.setdefault(state.rank.dp, state).led
             shown = self._show(state)
-            if led and _ORDER[led[0]] > _ORDER[state.phase]:
+            if led and led[2] > state.moved and led[0] != state.phase:
                 since = self._clock.arrival(led[1])
                 shown = replace(shown, phase=led[0], since=since, left=None, done=None, total=None, assumed=True)
             result[state.rank.label] = shown
@@ -134,6 +133,9 @@ class PhaseReader:
         if b"\x1b" in block:
             block = _ANSI.sub(b"", block)
         base, self._position = self._position, self._position + len(block)
+        self._text, self._base = block, base
+        if not self._clock.started:
+            self._clock.begin(block, now)
         self.progress_bytes += len(block) - block.count(b"\n")
         latest, hits = self._hits(block)
         done = -1
@@ -147,6 +149,7 @@ class PhaseReader:
             if self._server.phase != phase:
                 self._look_ahead(block, done, hits)
             done += 1
+        self._clock.pass_over(block[-MAX_LINE:], now)
         for prefix in latest:
             state = self._identify(prefix)
             if state is not None and base + prefix.start() > state.at:
@@ -217,18 +220,22 @@ class PhaseReader:
             found = rule.pattern.search(record)
             if not found:
                 continue
-            time = self._clock.time(record, now)
             values = found.groupdict()
             done, total = _number(values.get("done")), _number(values.get("total"))
-            for state in self._targets(rule, prefix, mine, values.get("world")):
-                state.apply(number, rule, done, total, time)
+            states = list(self._targets(rule, prefix, mine, values.get("world")))
+            if not self._clock.stamped(record) and not all(state.inside(rule) for state in states):
+                begin = at - self._base
+                self._clock.pass_over(self._text[max(0, begin - 4096) : begin], now)
+            time = self._clock.time(record, now)
+            for state in states:
+                state.apply(number, rule, done, total, time, at)
                 if rule.scope == "rank" and at > state.at:
                     self._note(state, record, at, now)
             return
 
     def _note(self, state: State, record: bytes, at: int, now: float) -> None:
         state.line, state.at = record[:2048], at
-        state.last = max(state.last, self._clock.time(record, now))
+        state.last = max(state.last, self._clock.look(record, now))
 
     # --- whose line it is
 

@@ -50,8 +50,9 @@ class State:
         certain: the log named the rank by its coordinates; else it is a guess that these may overrule.
         worker: a rank; else the stand-in of a log without tags.
         entered: rule number to how often it entered a phase.
-        led: phase and time of the last entry that only the first rank of a group prints.
-        line, at: the last record and its offset in the log.
+        led: phase, time and offset in the log of the last entry that only the first rank of a group prints.
+        moved: offset of the last record that changed the phase.
+        line, at: the last record and its offset.
     """
 
     rank: Rank | None = None
@@ -64,7 +65,8 @@ class State:
     total: int | None = None
     history: list[tuple[Phase, float, float]] = field(default_factory=list)
     entered: Counter[int] = field(default_factory=Counter)
-    led: tuple[Phase, float] | None = None
+    led: tuple[Phase, float, int] | None = None
+    moved: int = -1
     last: float = 0.0
     line: bytes = b""
     at: int = -1
@@ -75,9 +77,10 @@ class State:
             self, rank=rank, worker=worker, history=list(self.history), entered=Counter(self.entered), line=b"", at=-1
         )
 
-    def apply(self, number: int, rule: PhaseRule, done: int | None, total: int | None, now: float) -> None:
-        """One record, matched by rule ``number``."""
+    def apply(self, number: int, rule: PhaseRule, done: int | None, total: int | None, now: float, at: int) -> None:
+        """One record, matched by rule ``number``, at this offset of the log."""
         now = max(now, self.since, self.left or now)
+        before = (self.phase, self.since, self.left)
         if rule.edge == "enter":
             if rule.phase == "spawn":  # another server in the same log
                 self.entered.clear()
@@ -85,17 +88,20 @@ class State:
             self.entered[number] += 1
             self._enter(rule.again if rule.again and self.entered[number] > 1 else rule.phase, now)
             if rule.leader:
-                self.led = (self.phase, self.since)
+                self.led = (self.phase, self.since, at)
         elif rule.edge == "leave":
-            if self._inside(rule):
+            if self.inside(rule):
                 self.left = now
                 self.history.append((self.phase, self.since, now))
-        elif not self._inside(rule):
+        elif not self.inside(rule):
             self._join(rule, done, total, now)
-        if done is not None and self._inside(rule):
+        if done is not None and self.inside(rule):
             self.done, self.total = done, total
+        if before != (self.phase, self.since, self.left):
+            self.moved = at
 
-    def _inside(self, rule: PhaseRule) -> bool:
+    def inside(self, rule: PhaseRule) -> bool:
+        """In the rule's phase, and not yet past its end."""
         return self.left is None and self.phase in (rule.phase, rule.again)
 
     def _join(self, rule: PhaseRule, done: int | None, total: int | None, now: float) -> None:
