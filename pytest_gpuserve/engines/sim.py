@@ -53,7 +53,7 @@ GRAMMAR: Final = LogGrammar(
 
 
 class Sim:
-    """The ``sim`` engine: ``args={"flavor": "vllm"}`` plays vLLM, ``args={"fault": "sleep@cuda_graph:rank=3"}`` is sick."""
+    """``args={"flavor": "vllm"}`` makes it play vLLM, ``args={"fault": "sleep@cuda_graph:rank=3"}`` makes it sick."""
 
     name = "sim"
     grammar = GRAMMAR
@@ -89,7 +89,7 @@ class Sim:
         for flag, setting in flags.items():
             if setting is not False:
                 argv += [flag] if setting is True else [f"{flag}={setting}"]
-        env: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", **dict(spec.env)}
+        env: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", **dict(spec.env)}
         if path := _python_path(python, env.get("PYTHONPATH") or os.environ.get("PYTHONPATH") or ""):
             env["PYTHONPATH"] = path
         return Launch(tuple(argv), env)

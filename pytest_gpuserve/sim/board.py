@@ -1,7 +1,4 @@
-"""Each rank's step counter in shared memory, as SGLang's loads are: readable whatever the ranks do.
-
-The front end makes the file and removes it. A front end that is killed by SIGKILL leaves it in /dev/shm.
-"""
+"""Each rank's step counter in shared memory, as SGLang's loads are: readable whatever the ranks do."""
 
 from __future__ import annotations
 
@@ -12,13 +9,21 @@ WIDTH = 8
 """Bytes a rank."""
 
 
-def create(path: str, size: int) -> None:
-    """A new file of ``size`` zeros; FileExistsError when there is one."""
-    descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600)
-    try:
-        os.write(descriptor, bytes(WIDTH * size))
-    finally:
+def create(size: int, *, named: bool) -> str:
+    """Zeros for so many ranks; returns the path by which this process's children open them.
+
+    With a name in /dev/shm the memory outlives a process that is killed by SIGKILL, as the engines' does.
+    """
+    if named:
+        path = f"/dev/shm/gpuserve_sim_loads_{os.getpid()}-{os.urandom(4).hex()}"
+        descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o600)
+    else:
+        descriptor = os.memfd_create("gpuserve_sim_loads")
+        path = f"/proc/{os.getpid()}/fd/{descriptor}"
+    os.truncate(descriptor, WIDTH * size)
+    if named:
         os.close(descriptor)
+    return path
 
 
 def attach(path: str) -> mmap.mmap | None:

@@ -65,7 +65,8 @@ class Options(NamedTuple):
     served_model_name: str
     cache: str
     keep_cache: bool
-    board: str
+    board: str = ""
+    leak_shm: bool = False
     context_length: int = 4096
     max_running: int = 256
     shards: int = 4

@@ -123,6 +123,8 @@ class EngineCore:
                 self.batcher.ingest(self.front.recv())
             except PeerClosed:
                 self.wait_for_requests()
+            if not self.batcher.busy:
+                self.report([], (0, []))  # the last request was aborted
 
     def wait_for_requests(self) -> NoReturn:
         """Nobody is left who could send one."""

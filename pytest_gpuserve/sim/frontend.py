@@ -79,6 +79,7 @@ class Handler(BaseHTTPRequestHandler):
     protocol_version = "HTTP/1.1"
     server: FrontEnd
     timeout = 75
+    looked = 0.0
 
     def do_GET(self) -> None:
         self.dispatch(GET)
@@ -290,9 +291,12 @@ class Handler(BaseHTTPRequestHandler):
 
     def step(self, choice: Choice) -> str:
         """The choice's next piece of text; looks after the client while there is none."""
-        while (step := choice.generation.get(1.0)) is None:
-            self.check_client()
-        return choice.take(*step)
+        while True:
+            if time.monotonic() - self.looked >= 1.0:
+                self.looked = time.monotonic()
+                self.check_client()
+            if step := choice.generation.get(1.0):
+                return choice.take(*step)
 
     def check_client(self) -> None:
         """Raises:

@@ -198,11 +198,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .launch_vllm import VllmServer as Flavor
     else:
         from .launch_sglang import SglangServer as Flavor  # type: ignore[assignment]
-    board.create(options.board, options.tp)
+    options = options._replace(board=board.create(options.tp, named=options.leak_shm))
     try:
         code = Flavor(options, bound).run()
     finally:
-        Path(options.board).unlink(missing_ok=True)
+        if options.leak_shm:
+            Path(options.board).unlink(missing_ok=True)
         if not options.keep_cache:
             shutil.rmtree(options.cache, ignore_errors=True)
     if code < 0:

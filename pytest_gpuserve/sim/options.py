@@ -47,7 +47,7 @@ further axes, seen by when= and nothing else:
 signals and deaths, as in the engines:
   SIGTERM to the front end ends everything with exit code 0, stuck ranks too. SIGKILL to it: SGLang's ranks die with it,
   vLLM's engine core and workers live on. A rank's death: SGLang exits with -9; vLLM with 1 during start-up and with 0
-  while serving. After SIGKILL a step counter stays in /dev/shm, as the engines' shared memory does.
+  while serving.
 
 examples:
   python -m pytest_gpuserve.sim --tp 8 --port 30000 --shards 64 --load-seconds 4
@@ -157,6 +157,9 @@ def parser() -> argparse.ArgumentParser:
         "helper: only leave a detached child behind",
     )
     trouble.add_argument(
+        "--leak-shm", action="store_true", help="name a file in /dev/shm that SIGKILL leaves behind, as the engines do"
+    )
+    trouble.add_argument(
         "--ignore-term", action="store_true", help="ignore SIGTERM, SIGINT and SIGHUP in every process"
     )
     trouble.add_argument(
@@ -211,7 +214,7 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
         served_model_name=given.served_model_name or given.model_path,
         cache=given.cache_dir or f"{tempfile.gettempdir()}/gpuserve-sim-{mark}",
         keep_cache=bool(given.cache_dir),
-        board=f"/dev/shm/gpuserve_sim_loads_{mark}",
+        leak_shm=given.leak_shm,
         context_length=given.context_length,
         max_running=given.max_running_requests,
         shards=given.shards,

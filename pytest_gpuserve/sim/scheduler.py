@@ -86,6 +86,8 @@ class Scheduler:
                 return None
             if not self.device.loses_replies:
                 self.batcher.ingest(message)
+                if not self.batcher.busy:
+                    self.report([])  # the last request was aborted
         plan = self.batcher.plan()
         if self.batcher.fresh:
             self.log_prefill()
