@@ -40,7 +40,8 @@ class Case:
     @cached_property
     def suspected(self) -> bool:
         """The incident was taken because something did not end in time."""
-        return self.evidence.reason in NO_PROGRESS
+        called = any(fact.verdict in ("hang", "stalled") for fact in self.evidence.log)
+        return called or self.evidence.reason in NO_PROGRESS
 
     @cached_property
     def ranks(self) -> tuple[Member, ...]:

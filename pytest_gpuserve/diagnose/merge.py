@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -201,14 +201,15 @@ def _rank_class(members: Sequence[Member]) -> RankClass:
 
 def merge(rounds: Sequence[Sequence[ProcessDump]]) -> Merged:
     """Merge one or more rounds of dumps; a process is the same over the rounds by pid and start time."""
-    seen: dict[ProcessId, list[ProcessDump]] = defaultdict(list)
+    seen: dict[tuple[ProcessId, str], list[ProcessDump]] = defaultdict(list)
     for dumps in rounds:
-        for dump in dumps:
-            seen[dump.process].append(dump)
+        for number, dump in enumerate(dumps):
+            nameless = "" if dump.process.pid else f"{dump.label} {number}"  # a pasted dump may not say the pid
+            seen[dump.process, nameless].append(dump)
     classed = [d for d in seen.values() if d[-1].role.role not in SILENT_ROLES]
     counted: Counter[str] = Counter(d[-1].role.role for d in seen.values() if d[-1].role.role in SILENT_ROLES)
     labels = Counter(d[-1].label for d in classed)
-    members = [_member(dumps, unique=labels[dumps[-1].label] == 1) for dumps in classed]
+    members = _whole_paths([_member(dumps, unique=labels[dumps[-1].label] == 1) for dumps in classed])
     idle = sum(is_idle(t) for dumps in classed for t in dumps[-1].threads)
     return Merged(tuple(sorted(members, key=lambda m: label_order(m.label))), len(rounds), dict(counted), idle)
 
@@ -257,6 +258,20 @@ def _member(dumps: Sequence[ProcessDump], *, unique: bool) -> Member:
         facts=last.facts,
         rank=rank is not None,
     )
+
+
+def _whole_paths(members: Sequence[Member]) -> list[Member]:
+    """A pasted stack may lack its outer frames: one that is the inner part of another's path is in that place."""
+    keys = {(m.role, m.group, m.key) for m in members if m.frames}
+    found = []
+    for member in members:
+        longer = [k for r, g, k in keys if (r, g) == (member.role, member.group) and _is_tail(member.key, k)]
+        found.append(replace(member, key=max(longer, key=len)) if member.frames and longer else member)
+    return found
+
+
+def _is_tail(short: Sequence[str], long: Sequence[str]) -> bool:
+    return 2 <= len(short) < len(long) and tuple(long[-len(short) :]) == tuple(short)
 
 
 def _group(dp: int | None, pp: int | None) -> str:

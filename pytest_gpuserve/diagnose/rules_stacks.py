@@ -6,7 +6,7 @@ from collections.abc import Sequence
 
 from .case import BUSY, Case, same_primitive
 from .finding import Finding
-from .merge import label_order
+from .merge import Member, label_order
 from .model import RankClass
 from .signatures import Signature, by_id
 from .wording import holder_words
@@ -128,27 +128,36 @@ def _odd_ones(case: Case) -> tuple[str, ...]:
 
 
 def roles(case: Case) -> Finding | None:
-    """The ranks wait for orders: look at who gives them."""
+    """The ranks wait for orders: look at who gives them, unless it waits for messages itself."""
     entries = [c for group in case.groups for c in group]
-    if entries and not all(c.kind == "idle" for c in entries):
+    if not entries or not all(c.kind == "idle" for c in entries):
         return None
-    suspects = [
-        m
-        for m in case.others
-        if m.role in ("engine_core", "detokenizer", "api") and m.kind in ("other", "cause") and m.has_stack
-    ]
-    if not suspects or not entries:
+    order = ("engine_core", "detokenizer", "api")
+    suspects = [m for m in case.others if m.role in order and m.has_stack and _holds_up(case, m)]
+    if not suspects:
         return None
-    first = min(suspects, key=lambda m: ("engine_core", "detokenizer", "api").index(m.role))
+    first = min(suspects, key=lambda m: order.index(m.role))
     busy = f", at {first.cpu:.1f} cores" if (first.cpu or 0) > BUSY else ""
+    words = case.wait(first).words
     return Finding(
         "hang",
-        f"the ranks are idle; {first.label} does not give them work: it is in {first.leaf}{busy}",
+        f"the ranks are idle; {first.label} does not give them work: it is in {first.leaf}{busy}"
+        + (f" and {words}" if words and case.wait(first).local else ""),
         culprits=(first.label,),
         signature=first.signature,
         confidence=0.8,
         complete=True,
     )
+
+
+def _holds_up(case: Case, member: Member) -> bool:
+    """It works, or waits for something else than messages. Without facts of the kernel, its stack has to do."""
+    if member.kind in ("idle", "waits"):
+        return False
+    wait = case.wait(member)
+    if member.kind == "cause" or wait.local or (member.cpu or 0) > BUSY:
+        return True
+    return not wait.place and member.role == "engine_core"
 
 
 def outliers(case: Case) -> Finding | None:

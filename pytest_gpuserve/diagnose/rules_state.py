@@ -48,7 +48,7 @@ def exited(case: Case) -> Finding | None:
 def _exits(case: Case) -> str:
     parts = [f"{label} is gone ({exit_words(code)})" for label, code in case.dead.items()]
     if case.evidence.server_exit is not None:
-        parts.insert(0, f"the server ended with {exit_words(case.evidence.server_exit)}")
+        parts.insert(0, f"the server is gone ({exit_words(case.evidence.server_exit)})")
     return ", ".join(parts[:6]) + (f" and {len(parts) - 6} more" if len(parts) > 6 else "")
 
 

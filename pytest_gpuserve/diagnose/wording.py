@@ -105,13 +105,14 @@ def doing(case: Case, entry: RankClass, members: Sequence[Member], lock: LockFac
         elif words and case.wait(first).place not in ("cpu", "poll", "futex"):
             text = words
         else:
-            text = "is elsewhere" if first.frames else f"has no stack ({first.problem or 'not a Python process'})"
+            text = "" if first.frames else f"has no stack ({first.problem or 'not a Python process'})"
         if lock and set(entry.ranks) & set(lock.waiters):
             text += f" {lock.path or ''}".rstrip() + f", which is {holder_words(lock)}"
     if first.frames:
         leaf = first.frames[0]
         line = f":{leaf.line}" if leaf.line else ""
-        text += f" ({last_name(leaf.name)} at {(leaf.module or leaf.file).rpartition('/')[2]}{line})"
+        where = f"{last_name(leaf.name)} at {(leaf.module or leaf.file).rpartition('/')[2]}{line}"
+        text = f"{text} ({where})" if text else f"is in {where}"
     if (first.cpu or 0) > 0.8 and not first.condition:
         text += ", using a whole core"
     return plural(text) if many else text
@@ -152,9 +153,10 @@ def _advice(finding: Finding) -> list[str]:
     elif finding.signature and finding.signature.advice:
         sentences.append(finding.signature.advice)
     signature = finding.signature
-    if signature and signature.sources and finding.verdict in ("hang", "slow"):
+    reports = [short for url in (signature.sources if signature else ()) if "#" in (short := _short(url))]
+    if signature and reports and finding.verdict in ("hang", "slow"):
         fixed = f", fixed in {signature.fixed_in}" if signature.fixed_in else ""
-        sentences.append(f"Known: {_short(signature.sources[0])}{fixed}.")
+        sentences.append(f"Known: {reports[0]}{fixed}.")
     return sentences
 
 
@@ -167,14 +169,19 @@ def memory_sentence(memory: Memory | None, verdict: str) -> str:
     """``Not out of memory (33 of 449 GB resident, no oom_kill; 425 GB are address space).``"""
     if memory is None or not memory.resident:
         return ""
-    limit = f" of {memory.limit / GB:.0f}" if memory.limit else ""
-    space = f"; {memory.virtual / GB:.0f} GB are address space" if memory.virtual > 4 * memory.resident else ""
+    limit = f" of {_gb(memory.limit)}" if memory.limit else ""
+    space = f"; {_gb(memory.virtual)} GB are address space" if memory.virtual > 4 * memory.resident else ""
     if memory.oom_kills:
         return f"The kernel killed {memory.oom_kills} process(es) for memory since the launch."
     if memory.short or (memory.pressure or 0) > 20:
-        return f"Memory is short ({memory.resident / GB:.0f}{limit} GB resident, {memory.swapped / GB:.0f} GB swapped)."
+        return f"Memory is short ({_gb(memory.resident)}{limit} GB resident, {_gb(memory.swapped)} GB swapped)."
     kills = ", no oom_kill" if memory.oom_kills == 0 else ""
-    return f"Not out of memory ({memory.resident / GB:.0f}{limit} GB resident{kills}{space})."
+    return f"Not out of memory ({_gb(memory.resident)}{limit} GB resident{kills}{space})."
+
+
+def _gb(size: int) -> str:
+    """Gigabytes, with a decimal below ten."""
+    return f"{size / GB:.1f}" if 0 < size < 10 * GB else f"{size / GB:.0f}"
 
 
 def _spec(case: Case) -> str | None:
@@ -204,11 +211,11 @@ def _ruled_out(case: Case, finding: Finding) -> list[tuple[str, str]]:
     found: list[tuple[str, str]] = []
     memory = case.evidence.memory
     if memory and memory.resident and finding.verdict != "oom" and not memory.oom_kills and not memory.short:
-        limit = f" of {memory.limit / GB:.0f}" if memory.limit else ""
+        limit = f" of {_gb(memory.limit)}" if memory.limit else ""
         found.append(
             (
                 "out of memory",
-                f"{memory.resident / GB:.0f}{limit} GB resident" + (", no oom_kill" if memory.oom_kills == 0 else ""),
+                f"{_gb(memory.resident)}{limit} GB resident" + (", no oom_kill" if memory.oom_kills == 0 else ""),
             )
         )
     name = _spec(case)

@@ -24,3 +24,9 @@ def _load(name: str) -> ModuleType:
 def targets() -> ModuleType:
     """Processes to dump, and launchers without rights (targets.py)."""
     return _load("targets")
+
+
+@pytest.fixture(scope="session")
+def dumps() -> ModuleType:
+    """Dumps made by hand, and recorded ones (dumps.py)."""
+    return _load("dumps")
