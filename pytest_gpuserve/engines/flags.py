@@ -51,7 +51,7 @@ print(json.dumps({"version": version, "root": root, "sources": digest.hexdigest(
 """
 
 _OPTION = re.compile(r"^ {2}(-\S.*?)(?: {2,}(\S.*))?$")
-_CHOICES = re.compile(r"\{([^{}]*)\}|\[((?:'[^']*'(?:, )?)+)\]")
+_CHOICES = re.compile(r"\{([^{}]*)\}|\[((?:'[^']*'(?:, ?)?)+)\]")
 
 
 @dataclass(frozen=True, slots=True)

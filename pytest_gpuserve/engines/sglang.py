@@ -192,14 +192,9 @@ class SGLang:
 
     def own_timeout(self, launch: Launch) -> float | None:
         """``--watchdog-timeout``: after it the scheduler ends the server (seconds)."""
-        for flag, value in zip(launch.argv, launch.argv[1:], strict=False):
-            name, _, glued = f"{flag}={value}".partition("=") if "=" not in flag else flag.partition("=")
-            if name == "--watchdog-timeout":
-                try:
-                    return float(glued)
-                except ValueError:
-                    return WATCHDOG
-        return WATCHDOG
+        text = "\0".join(launch.argv)
+        found = re.search(r"(?:^|\0)--watchdog-timeout[=\0]([\d.]+)(?:\0|$)", text)
+        return float(found.group(1)) if found else WATCHDOG
 
 
 ENGINE: Final = SGLang()

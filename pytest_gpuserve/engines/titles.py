@@ -62,7 +62,7 @@ HELPERS: Final = frozenset(
     }
 )
 
-_COORDINATE = re.compile(r"_(DP|PP|TP|EP)(\d+)(?=_|$)")
+_COORDINATE = re.compile(r"(?<!_MOE)_(DP|PP|TP|EP)(\d+)(?=_|$)")
 
 
 def program(cmdline: Sequence[str], comm: str) -> str:

@@ -31,13 +31,8 @@ EXECUTE_TIMEOUT: Final = 300.0
 _SOURCES = ("engine/arg_utils.py", "config/*.py", "entrypoints/openai/*.py", "entrypoints/cli/*.py")
 _REGISTRIES = ("v1/attention/backends/registry.py", "attention/backends/registry.py", "platforms/interface.py")
 _CACHES = {"VLLM_CACHE_ROOT": "vllm", "FLYDSL_RUNTIME_CACHE_DIR": "flydsl"}
-_MODES = {
-    "off": "NONE",
-    "decode_only": "FULL_DECODE_ONLY",
-    "piecewise": "PIECEWISE",
-    "full": "FULL",
-    "full_and_piecewise": "FULL_AND_PIECEWISE",
-}
+_MODES = {"off": "NONE", "decode_only": "FULL_DECODE_ONLY", "piecewise": "PIECEWISE", "full": "FULL"}
+_MODES["full_and_piecewise"] = "FULL_AND_PIECEWISE"
 _DRAFT = {
     "draft_model": "model",
     "draft_tp": "draft_tensor_parallel_size",
@@ -228,15 +223,11 @@ class VLLM:
     def own_timeout(self, launch: Launch) -> float | None:
         """VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS; one rank alone runs inside the engine core, which waits for ever."""
         sizes = ("--tensor-parallel-size", "-tp", "--pipeline-parallel-size", "-pp")
-        pairs = list(zip(launch.argv, launch.argv[1:], strict=False))
+        pairs = zip(launch.argv, launch.argv[1:], strict=False)
         if all(value == "1" for flag, value in pairs if flag in sizes) and "mp" not in launch.argv:
             return None
-        name = "VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS"
-        value = launch.env[name] if name in launch.env else os.environ.get(name)
-        try:
-            return float(value) if value else EXECUTE_TIMEOUT
-        except ValueError:
-            return EXECUTE_TIMEOUT
+        value = {**os.environ, **launch.env}.get("VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS") or ""
+        return float(value) if re.fullmatch(r"\d+(\.\d+)?", value) else EXECUTE_TIMEOUT
 
 
 ENGINE: Final = VLLM()
