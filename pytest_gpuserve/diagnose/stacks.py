@@ -117,6 +117,8 @@ class _Round:
             how = proc_facts.exit_words(found.get("exit"))
             problem = f"a zombie: it ended ({how}) and its parent (pid {found['ppid']}) has not collected it"
             return replace(seen, problem=problem, seconds=time.monotonic() - began)
+        if "caught" in found and "vm_bytes" not in found:
+            return replace(seen, problem=_without_memory(stat, found), seconds=time.monotonic() - began)
         taken = _Ladder(self, stat.id, found).climb()
         return replace(
             seen,
@@ -274,6 +276,13 @@ class _Ladder:
             "stopped": "it could not be stopped",
         }
         return f"no stack: {words.get(self.trouble, 'py-spy failed')} ({self.message}); {where}"
+
+
+def _without_memory(stat: Stat, found: dict[str, Any]) -> str:
+    if stat.pid == 2 or stat.ppid == 2:
+        return "a thread of the kernel"
+    where = proc_facts.whereabouts(found)
+    return f"exiting: its memory is gone, the kernel or a driver still closes what it had open; {where}"
 
 
 def _program(pid: int) -> str:

@@ -78,6 +78,7 @@ class Redactor:
         self._known = dict(sorted(forms.items(), key=lambda pair: len(pair[0]), reverse=True))
         self._numbers: dict[tuple[str, bytes], int] = {}
         self._counts: dict[str, int] = {}
+        self._seen: dict[str, str] = {}
         home = str(Path.home()) if home is None else home
         self._home = re.compile(rf"(?<![\w.-]){re.escape(home)}(?![\w.-])") if len(home.strip("/")) > 1 else None
         names = {n for n in (own_names() if hosts is None else hosts) if len(n) >= 4}
@@ -124,12 +125,23 @@ class Redactor:
     def value(self, value: Any, name: str = "") -> Any:
         """A JSON value with every string in it redacted; what stands under a secret's name is replaced whole."""
         if isinstance(value, str):
-            return self._secret(value) if name and sensitive.is_secret_name(name) else self.redact(value)
+            return self._secret(value) if name and sensitive.is_secret_name(name) else self._short(value)
         if isinstance(value, Mapping):
-            return {self.redact(str(k)): self.value(v, str(k)) for k, v in value.items()}
+            return {self._short(str(k)): self.value(v, str(k)) for k, v in value.items()}
         if isinstance(value, (list, tuple)):
             return [self.value(v, name) for v in value]
         return value
+
+    def _short(self, text: str) -> str:
+        """Names of functions and files come again and again in stacks; 30 us each would be seconds for 64 ranks."""
+        if len(text) > 300:
+            return self.redact(text)
+        found = self._seen.get(text)
+        if found is None:
+            if len(self._seen) > 20_000:
+                self._seen.clear()
+            found = self._seen[text] = self.redact(text)
+        return found
 
     def unfinished(self, text: str) -> bool:
         """True when what ends ``text`` may go on in the next line: a name without its value, half a secret, a list."""

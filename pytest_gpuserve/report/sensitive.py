@@ -55,7 +55,8 @@ _PUBLIC_HOSTS = _set(
     "github.com githubusercontent.com github.io huggingface.co hf.co pypi.org pythonhosted.org python.org pytorch.org "
     "nvidia.com readthedocs.io vllm.ai sglang.ai sglang.io lmsys.org docker.com docker.io ghcr.io quay.io "
     "pydantic.dev numpy.org scipy.org json-schema.org w3.org kernel.org gnu.org wikipedia.org arxiv.org medium.com "
-    "example.com example.org schemas.openxmlformats.org llvm.org triton-lang.org ray.io kubernetes.io anyscale.com tiangolo.com"
+    "example.com example.org schemas.openxmlformats.org llvm.org triton-lang.org ray.io kubernetes.io anyscale.com "
+    "tiangolo.com"
 )
 """Hosts that tell nothing of anybody: documentation, issue trackers, registries."""
 
@@ -98,14 +99,14 @@ def is_secret_name(name: str) -> bool:
     return words[-1] in _SECRET_WORDS or bool(_SECRET_WORDS - {"auth", "token", "bearer"} & set(words))
 
 
+_HARMLESS = re.compile(
+    r"None|null|nil|[Tt]rue|[Ff]alse|EMPTY|-?\d{1,5}(?:\.\d+)?|[*x.]+|<?(?i:redacted|hidden|masked)>?|<[a-z]+-[\w: ]+>|"
+)
+
+
 def is_harmless_value(value: str) -> bool:
     """True for values that are none: switches, small numbers, masks, our own placeholders."""
-    return bool(
-        re.fullmatch(
-            r"None|null|nil|[Tt]rue|[Ff]alse|EMPTY|-?\d{1,5}(?:\.\d+)?|[*x.]+|<?(?i:redacted|hidden|masked)>?|<[a-z]+-[\w: ]+>|",
-            value,
-        )
-    )
+    return _HARMLESS.fullmatch(value) is not None
 
 
 def known_secrets(environments: Iterable[Mapping[str, str]], argv: Iterable[str] = ()) -> set[str]:

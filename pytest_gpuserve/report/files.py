@@ -1,0 +1,171 @@
+"""Where an incident is written: one directory with raw text in the private state, one redacted among the artifacts.
+
+Every file is written under a dot-prefixed name, flushed, and renamed when complete, so that whoever kills us half way
+leaves whole files. Nothing is ever written through a link: all names are opened relative to a directory that we hold.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+from .redact import Redactor
+
+MARKER = ".gpuserve"
+"""File in every directory that we made: only those are ever pruned."""
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW | os.O_CLOEXEC
+
+
+def safe_name(text: str, limit: int = 80) -> str:
+    """``text`` as one path component: only ``A-Za-z0-9._-``, no dot in front, never empty, at most ``limit`` long."""
+    return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:limit].lstrip(".") or "_"
+
+
+class Store:
+    """A directory that is written to. With a redactor, everything that is written goes through it."""
+
+    def __init__(self, path: Path, redactor: Redactor | None, mode: int) -> None:
+        self.path = path
+        self._redactor = redactor
+        self._mode = mode
+
+    def write(self, name: str, text: str, *, clean: bool = False) -> None:
+        """Write ``name`` (which may have one directory in front), replacing what is there. ``clean``: it is redacted.
+
+        Raises:
+            OSError: it cannot be written.
+        """
+        self._write(name, self._redactor.redact(text) if self._redactor and not clean else text)
+
+    def write_json(self, name: str, value: Any) -> None:
+        """Write a JSON value; redaction sees its strings, not its syntax."""
+        value = self._redactor.value(value) if self._redactor else value
+        self._write(name, json.dumps(value, indent=1, default=str) + "\n")
+
+    def _write(self, name: str, text: str) -> None:
+        *folders, last = name.split("/")
+        with self._opened(folders) as directory:
+            draft = f".{last}.new"
+            with suppress(FileNotFoundError):
+                os.unlink(draft, dir_fd=directory)
+            with open(os.open(draft, _NEW_FILE, self._mode, dir_fd=directory), "w", errors="backslashreplace") as file:
+                file.write(text)
+                file.flush()
+                os.fsync(file.fileno())
+            os.rename(draft, last, src_dir_fd=directory, dst_dir_fd=directory)
+
+    @contextmanager
+    def _opened(self, folders: list[str]) -> Iterator[int]:
+        handle = os.open(self.path, _DIRECTORY)
+        try:
+            for folder in folders:
+                with suppress(FileExistsError):
+                    os.mkdir(folder, self._mode | 0o111 & self._mode >> 2, dir_fd=handle)
+                inner = os.open(folder, _DIRECTORY, dir_fd=handle)
+                os.close(handle)
+                handle = inner
+            yield handle
+        finally:
+            os.close(handle)
+
+
+class Stores:
+    """The raw directory and, where there is one, the redacted one; both are written alike."""
+
+    def __init__(self, raw: Store, shared: Store | None, problem: str | None) -> None:
+        self.raw = raw
+        self.shared = shared
+        self.problem = problem
+        """Why there is no redacted one although one was asked for."""
+
+    @property
+    def path(self) -> Path:
+        """The one to tell people."""
+        return (self.shared or self.raw).path
+
+    def write(self, name: str, text: str, *, clean: bool = False) -> None:
+        for store in self._all():
+            self._try(store, lambda store=store: store.write(name, text, clean=clean))
+
+    def write_json(self, name: str, value: Any) -> None:
+        for store in self._all():
+            self._try(store, lambda store=store: store.write_json(name, value))
+
+    def _all(self) -> list[Store]:
+        return [store for store in (self.raw, self.shared) if store]
+
+    def _try(self, store: Store, write: Any) -> None:
+        """A full disk must not cost the rest of the evidence."""
+        try:
+            write()
+        except OSError as error:
+            self.problem = self.problem or f"{store.path}: {error.strerror}"
+
+
+def open_stores(server: Path, artifacts: Path | None, name: str, redactor: Redactor) -> Stores:
+    """Make the directories of one incident: ``server/incidents/NAME`` (0700) and ``artifacts/NAME``.
+
+    Raises:
+        OSError: not even the raw one can be made.
+    """
+    parent = server / "incidents"
+    with suppress(FileExistsError):
+        parent.mkdir(mode=0o700)
+    raw = Store(_new_directory(parent, name, 0o700), None, 0o600)
+    raw.write(MARKER, "gpuserve\n")
+    if artifacts is None:
+        return Stores(raw, None, None)
+    try:
+        made = not artifacts.exists()
+        artifacts.mkdir(parents=True, exist_ok=True)
+        if made or not any(artifacts.iterdir()):
+            Store(artifacts, None, 0o644).write(MARKER, "gpuserve\n")
+        shared = Store(_new_directory(artifacts, raw.path.name, 0o755), redactor, 0o644)
+        shared.write(MARKER, "gpuserve\n")
+    except OSError as error:
+        return Stores(raw, None, f"{artifacts} cannot be written: {error.strerror}")
+    return Stores(raw, shared, None)
+
+
+def incident_name(spec_id: str, reason: str, now: float | None = None) -> str:
+    """``20261129T184503-sglang-tp8-eagle3-test_timeout``."""
+    stamp = time.strftime("%Y%m%dT%H%M%S", time.localtime(now))
+    return f"{stamp}-{safe_name(spec_id, 120)}-{safe_name(reason, 40)}"
+
+
+def _new_directory(parent: Path, name: str, mode: int) -> Path:
+    number = 1
+    while True:
+        path = parent / (name if number == 1 else f"{name}-{number}")
+        try:
+            path.mkdir(mode=mode)
+        except FileExistsError:
+            number += 1
+        else:
+            return path
+
+
+def put_line(path: Path, entry: dict[str, Any]) -> None:
+    """Append ``entry`` to a JSON-lines file, or replace the last line when that is an earlier form of it (same
+    ``incident``), in one step: a reader sees the old file or the new one.
+
+    Raises:
+        OSError: it cannot be written.
+    """
+    lines: list[str] = []
+    with suppress(FileNotFoundError):
+        lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
+    if lines:
+        with suppress(ValueError, AttributeError):
+            if json.loads(lines[-1]).get("incident") == entry["incident"]:
+                lines.pop()
+    lines.append(json.dumps(entry))
+    Store(path.parent, None, 0o600).write(path.name, "\n".join(lines) + "\n")

@@ -1,0 +1,304 @@
+"""What an incident knows beside the stacks: the log, the machine, the GPUs, what others saw. Everything has a limit."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import threading
+import time
+from collections import Counter, defaultdict
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Generic, TypeVar
+
+from .. import gpu, procfs
+from ..diagnose import flight, locks, machine, ras, triage
+from ..diagnose.evidence import Evidence, LogFact, Progress, Witness
+from ..diagnose.merge import Merged, merge
+from ..diagnose.model import ProcessDump
+from ..engines.base import Engine, LogGrammar, Rank
+from ..server import inflight
+from ..server.record import ServerRecord
+from ..watch.phases import RankPhase, read_phases
+
+T = TypeVar("T")
+
+_TAIL_BYTES = 256 << 10
+_FATAL = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
+_FRESH = 60.0  # seconds that what the watcher wrote is believed
+_BROKEN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+class Later(Generic[T]):
+    """A call under way in a daemon thread; :meth:`get` gives up on it in time and takes the default."""
+
+    def __init__(self, call: Callable[[], T], default: T) -> None:
+        self._value = default
+        self.problem: str | None = None
+
+        def run() -> None:
+            try:
+                self._value = call()
+            except Exception as error:  # evidence that cannot be had must not cost the rest
+                self.problem = f"{type(error).__name__}: {error}"
+
+        self._thread = threading.Thread(target=run, name="gpuserve-evidence", daemon=True)
+        self._thread.start()
+
+    def get(self, limit: float) -> T:
+        self._thread.join(max(0.0, limit))
+        return self._value
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A server's log. ``lines``: the last lines of every rank by label; ``server`` for lines without a rank."""
+
+    phases: Mapping[str, RankPhase] = field(default_factory=dict)
+    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    tail: str = ""
+
+
+def tree(record: ServerRecord, alive: Sequence[procfs.Stat]) -> list[procfs.Stat]:
+    """The live processes and the zombies among their children: a dead rank is what a hang is often about."""
+    pids = {entry.pid for entry in alive} | ({record.supervisor.pid} if record.supervisor else set())
+    dead = [entry for entry in procfs.snapshot().values() if entry.state == "Z" and entry.ppid in pids]
+    return [*alive, *(entry for entry in dead if entry.pid not in pids)]
+
+
+def log(record: ServerRecord, grammar: LogGrammar | None) -> Log:
+    """Phases from the whole log, last lines from its end."""
+    phases: Mapping[str, RankPhase] = {}
+    if grammar is not None:
+        with suppress(OSError):
+            phases = read_phases(record.log, grammar)
+    tail = _tail(record.log)
+    return Log(phases, _by_rank(tail, grammar), tail)
+
+
+def log_facts(record: ServerRecord) -> tuple[LogFact, ...]:
+    """What the log says of a failure."""
+    found = triage.explain([str(record.log)], record.engine)
+    facts = [LogFact(hint, "log") for hint in (*found.degraded, *found.hints) if "gpuserve " not in hint]  # no how-to
+    if found.cause is not None and found.verdict in _FATAL:
+        witness = f"{record.log.name}, line {found.cause.number}"
+        facts.insert(0, LogFact(found.cause.line, witness, found.verdict, found.cause.rank))
+    return tuple(facts)
+
+
+def gpus(record: ServerRecord, pids: Iterable[int], limit: float = 5.0) -> tuple[gpu.Gpu, ...]:
+    """A reading of the GPUs that the server's processes have open; none are asked when it uses none."""
+    minors = {minor for pid in pids for minor in _devices(pid)}
+    if not minors:
+        return ()
+    found = gpu.query(limit).gpus
+    used = tuple(g for g in found if g.minor in minors)
+    return used or gpu.visible(found, ",".join(record.gpus) or None)
+
+
+def progress(directory: Path) -> Progress | None:
+    """What the watcher saw; None when none watches, or none has of late."""
+    try:
+        found = json.loads((directory / "progress.json").read_bytes())
+        if time.monotonic() - found["monotonic"] > _FRESH:
+            return None
+        return Progress(
+            state=found["state"],
+            still=found["still"],
+            window=found["window"],
+            last=str(found.get("last") or ""),
+            moving=tuple(map(str, found.get("moving") or ())),
+            history=tuple(found.get("history") or ()),
+        )
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def expected(record: ServerRecord, labels: Iterable[str]) -> tuple[str, ...]:
+    """Labels of the ranks there should be, once any rank has shown itself in a title or in the log."""
+    known = {label for label in labels if re.search(r"\b[TPDE]P\d+", label)}
+    if not known:
+        return ()
+    if all(re.fullmatch(r"TP\d+", label) for label in known):
+        known |= {f"TP{n}" for n in range(record.spec.tp)}
+    return tuple(sorted(known, key=lambda label: [int(n) for n in re.findall(r"\d+", label)]))
+
+
+def exits(dumps: Sequence[ProcessDump], wanted: Sequence[str]) -> dict[str, int]:
+    """Exit codes of zombies by pid, and by rank where only one rank is missing and one zombie looks like a rank."""
+    zombies = [d for d in dumps if d.state == "Z" and isinstance(d.facts.get("exit"), int)]
+    found = {str(d.process.pid): int(d.facts["exit"]) for d in zombies}
+    ranks = [d for d in dumps if d.role.rank is not None and d.state not in "ZX"]
+    names = {procfs_name(d.process.pid) for d in ranks}
+    missing = set(wanted) - {d.label for d in ranks}
+    alike = [d for d in zombies if d.title in names]
+    if len(missing) == 1 and len(alike) == 1:
+        found[missing.pop()] = found[str(alike[0].process.pid)]
+    return found
+
+
+def procfs_name(pid: int) -> str:
+    """The kernel's 15 characters of a process's name: all that is left of a zombie."""
+    found = procfs.stat(pid)
+    return found.comm if found else ""
+
+
+def witnesses(merged: Merged, limit: float) -> tuple[Witness, ...]:
+    """What NCCL's own services say, where the ranks run with them; nothing is asked that could harm a rank."""
+    deadline = time.monotonic() + limit
+    ranks = {m.process.pid: m.label for m in merged.ranks if m.condition != "dead"}
+    if not any(_devices(pid) for pid in ranks):
+        return ()
+    environments = {pid: procfs.environ(pid) for pid in ranks}
+    found: list[Witness] = []
+    where = ras.address(next(iter(environments.values()), {}))
+    first = ras.ask(where, min(3.0, limit / 3)) if where else None
+    if first is not None and where is not None:
+        time.sleep(min(1.0, max(0.0, deadline - time.monotonic()) / 3))
+        second = ras.ask(where, min(3.0, max(0.1, deadline - time.monotonic())))
+        found += ras.witnesses(ras.parse(first), ras.parse(second) if second else None, ranks)
+    records = {}
+    for number, (pid, label) in enumerate(ranks.items()):
+        if (left := deadline - time.monotonic()) <= 0.5:
+            break
+        if raw := flight.dump(environments[pid], number, min(2.0, left)):
+            with suppress(Exception):  # somebody else's file
+                records[label] = flight.read(raw)
+    return (*found, *(flight.witnesses(records) if records else ()))
+
+
+@dataclass
+class Scene:
+    """Everything that was collected of one incident; :meth:`evidence` puts it into the form that is judged."""
+
+    record: ServerRecord
+    engine: Engine | None
+    reason: str
+    test: str | None = None
+    after: float | None = None
+    rounds: list[list[ProcessDump]] = field(default_factory=list)
+    log: Log = field(default_factory=Log)
+    facts: tuple[LogFact, ...] = ()
+    gpus: tuple[gpu.Gpu, ...] = ()
+    witnesses: tuple[Witness, ...] = ()
+    answers: bool | None = None
+    server_exit: int | None = None
+
+    @property
+    def merged(self) -> Merged:
+        return merge(self.rounds)
+
+    def evidence(self, merged: Merged) -> Evidence:
+        record = self.record
+        last = self.rounds[-1] if self.rounds else []
+        pids = [d.process.pid for d in last if d.state not in "ZX"]
+        labels = {d.label for d in last if d.role.rank is not None} | set(self.log.phases)
+        wanted = expected(record, labels)
+        seen = progress(record.directory)
+        environment = procfs.environ(pids[0]) if pids else {}
+        return Evidence(
+            reason=self.reason,
+            after=self.after,
+            rounds=self.rounds,
+            phases=self.log.phases,
+            expected=wanted,
+            exits=exits(last, wanted),
+            server_exit=self.server_exit,
+            engine=record.engine,
+            axes={axis: value.name for axis, value in record.spec.axes},
+            tp=record.spec.tp,
+            log=self.facts,
+            memory=machine.memory(pids, oom_before=oom_before(record.directory)),
+            gpus=self.gpus,
+            shm_free=machine.shm_free(),
+            nccl=machine.nccl_variables(environment),
+            locks=locks.locks(merged, limit=2.0),
+            witnesses=self.witnesses,
+            progress=seen,
+            answers=self.answers,
+            requests=requests_in_flight(record.directory),
+            test=self.test,
+        )
+
+
+def requests_in_flight(directory: Path) -> int | None:
+    """Requests of our clients that are under way; None when none of them ever sent one."""
+    found = inflight.read(directory)
+    return found.count if found.begun else None
+
+
+def current_test(directory: Path) -> str | None:
+    """The test in progress, as pytest told."""
+    try:
+        found = json.loads((directory / "current_test.json").read_bytes())
+        return str(found["test"]) if found.get("test") else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
+def oom_before(directory: Path) -> int | None:
+    """The kernel's count of kills for memory when the watch began."""
+    try:
+        value = json.loads((directory / "progress.json").read_bytes())["oom_before"]
+        return int(value) if value is not None else None
+    except (OSError, ValueError, KeyError, TypeError):
+        return None
+
+
+def _devices(pid: int) -> set[int]:
+    """Numbers N of the /dev/nvidiaN that a process has open."""
+    found: set[int] = set()
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                if device := re.fullmatch(r"/dev/nvidia(\d+)", str(link.readlink())):
+                    found.add(int(device[1]))
+    return found
+
+
+def _tail(path: Path) -> str:
+    """The end of a log: of progress bars only the newest, colours removed."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            data = file.read(_TAIL_BYTES)
+    except OSError:
+        return ""
+    text = _BROKEN.sub("", data.decode(errors="replace"))
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return "\n".join(lines[1:] if size > _TAIL_BYTES and len(lines) > 1 else lines)
+
+
+def _by_rank(tail: str, grammar: LogGrammar | None, keep: int = 3) -> dict[str, list[str]]:
+    """The last lines of each rank. Heartbeats are folded: a wait loop must not hide what was said before it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    beats: Counter[str] = Counter()
+    for line in reversed(tail.split("\n")):
+        if not line.strip():
+            continue
+        raw = line.encode(errors="replace")
+        label, begin = _label(line, grammar)
+        if grammar is not None and any(beat.search(raw) for beat in grammar.heartbeats):
+            beats[label] += 1
+            if beats[label] > 1:
+                continue
+        if len(found[label]) < keep:
+            found[label].insert(0, line[begin:])
+    return dict(sorted(found.items()))
+
+
+def _label(line: str, grammar: LogGrammar | None) -> tuple[str, int]:
+    """Whose line it is, and where it begins: a progress bar may be glued in front."""
+    found = grammar.rank.search(line.encode(errors="replace")) if grammar is not None else None
+    if found is None:
+        return "server", 0
+    groups = {name: int(value) for name, value in found.groupdict().items() if value and value.isdigit()}
+    numbers = {name: groups[name] for name in ("tp", "pp", "dp", "ep") if name in groups}
+    if not numbers and "world" in groups:
+        numbers = {"tp": groups["world"]}
+    begin = len(found.string[: found.start()].decode(errors="replace"))
+    return (Rank(**numbers).label, begin) if numbers else ("server", 0)

@@ -1,0 +1,104 @@
+"""Take an incident of one server: stacks, evidence, verdict, files, and whether the server is to blame.
+
+``python -m pytest_gpuserve.report.incident --server DIR ...`` is what a supervisor runs, while pytest may be wedged.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import sys
+import traceback
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+from ..errors import GpuserveError
+from ..server.record import load
+from .blame import EXIT_KILL, EXIT_SPARE, Decision
+from .taking import Incident, Taking
+
+__all__ = ["EXIT_KILL", "EXIT_SPARE", "LIMIT", "Decision", "Incident", "command", "main", "record_incident"]
+
+LIMIT = 22.0
+"""Seconds for everything, where the caller names no other; the supervisor's own limit is above it."""
+
+
+def command(
+    directory: str | os.PathLike[str],
+    artifacts: str | os.PathLike[str] | None,
+    reason: str,
+    *,
+    test: str | None = None,
+    after: float | None = None,
+    soft: bool = False,
+    limit: float | None = None,
+) -> list[str]:
+    """argv that takes an incident of the server in ``directory``; ``artifacts`` None: only the private copy is written.
+
+    ``limit``: seconds within which it ends by itself; give the supervisor's limit less a second or two.
+    """
+    argv = [sys.executable, "-m", "pytest_gpuserve.report.incident", "--server", os.fspath(directory)]
+    argv += ["--artifacts", "off" if artifacts is None else os.fspath(artifacts), "--reason", reason]
+    argv += ["--test", test] if test else []
+    argv += ["--after", f"{after:g}"] if after is not None else []
+    argv += ["--limit", f"{limit:g}"] if limit is not None else []
+    return [*argv, "--soft"] if soft else argv
+
+
+def record_incident(
+    directory: Path,
+    artifacts: Path | None,
+    reason: str,
+    *,
+    test: str | None = None,
+    after: float | None = None,
+    soft: bool = False,
+    limit: float = LIMIT,
+    leave: Callable[[int], object] | None = None,
+) -> Incident:
+    """Take an incident of the server in ``directory``.
+
+    ``leave(exit code)`` is called, in another thread, when the time is over before the work is.
+
+    Raises:
+        GpuserveError: there is no record of a server.
+        OSError: nothing can be written, not even in the server's own directory.
+    """
+    return Taking(load(directory), artifacts, reason, test, after, soft, limit, leave).run()
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """0: the server is to blame; 75: it is spared; anything else: it could not be told, and it is ended."""
+    parser = argparse.ArgumentParser(prog="pytest_gpuserve.report.incident", description=__doc__)
+    parser.add_argument("--server", type=Path, required=True)
+    parser.add_argument("--artifacts", default="off")
+    parser.add_argument("--reason", required=True)
+    parser.add_argument("--test")
+    parser.add_argument("--after", type=float)
+    parser.add_argument("--limit", type=float, default=LIMIT)
+    parser.add_argument("--soft", action="store_true")
+    given = parser.parse_args(argv)
+    try:
+        taken = record_incident(
+            given.server,
+            None if given.artifacts == "off" else Path(given.artifacts),
+            given.reason,
+            test=given.test,
+            after=given.after,
+            soft=given.soft,
+            limit=given.limit,
+            leave=os._exit,
+        )
+        code = taken.decision.exit_code
+    except Exception as error:
+        if not isinstance(error, GpuserveError):
+            traceback.print_exc()
+        print(f"gpuserve: no incident: {error}", file=sys.stderr)  # noqa: T201 (kept by the supervisor)
+        code = EXIT_SPARE if given.soft or given.reason == "manual" else 1
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)  # not through threads that wait for what may never come
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,230 @@
+"""What a person reads of an incident: a short text for a terminal, verdict.md, stacks.txt; foreign text escaped."""
+
+from __future__ import annotations
+
+import re
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from ..diagnose.evidence import Evidence
+from ..diagnose.merge import Merged, format_ranks
+from ..diagnose.model import Judgement, ProcessDump, ThreadStack
+from ..diagnose.stacks import refused
+from ..text import escape, one_line
+from .blame import Decision
+from .gather import Scene
+
+_REASONS = {
+    "startup_budget": "the start-up budget was over",
+    "test_timeout": "the test's timeout was reached",
+    "request_timeout": "a request timed out",
+    "no_progress": "nothing moved",
+    "session_deadline": "the session's deadline was reached",
+    "manual": "asked for",
+}
+_WIDTH = 160
+
+
+@dataclass(frozen=True)
+class Words:
+    """Everything the texts are made of. ``redact`` is applied to foreign text before it is escaped."""
+
+    scene: Scene
+    evidence: Evidence
+    merged: Merged
+    judgement: Judgement
+    decision: Decision
+    owner: ProcessDump | None
+    probe: str
+    redact: Callable[[str], str]
+    problems: Sequence[str] = ()
+
+    def clean(self, text: str, width: int | None = None) -> str:
+        return escape(self.redact(text), width)
+
+    def line(self, text: str, width: int | None = _WIDTH) -> str:
+        return one_line(self.redact(text), width)
+
+
+def summary(words: Words, where: str) -> str:
+    """The text of the failing test's report: at most 60 lines for any number of ranks."""
+    scene, judgement = words.scene, words.judgement
+    parts = [words.clean(judgement.text)]
+    if not words.decision.kill and scene.answers:
+        parts.append(f"the server answers; the test is stuck in its own code{_owner_place(words)}.")
+    parts += _phase_lines(words)
+    parts += _stack_lines(words, 24)
+    parts += _log_lines(words, 12)
+    parts += _machine_lines(words)
+    parts += [words.line(note, None) for note in _notes(words)]
+    parts.append(f"{'ended' if words.decision.kill else 'spared'}: {words.line(words.decision.why)}")
+    parts.append(f"dumps: {words.line(where, None)}")
+    return "\n".join(parts)
+
+
+def verdict_page(words: Words) -> str:
+    """verdict.md: the paragraph first, then what it rests on. Foreign text stands in code or with its angle brackets
+    written out, so that no viewer takes it for markup."""
+    scene, judgement = words.scene, words.judgement
+    record = scene.record
+    test = f" in {_inline(words.line(scene.test, None))}" if scene.test else ""
+    reason = _REASONS.get(scene.reason) or _inline(words.line(scene.reason))
+    moment = time.strftime("%Y-%m-%d %H:%M:%S %z")
+    fate = "ended" if words.decision.kill else "spared"
+    lines = [
+        f"# {judgement.verdict}: {record.spec.id}",
+        "",
+        _inline(words.clean(judgement.text)),
+        "",
+        f"{reason}{test}, {moment}; {fate}: {_inline(words.line(words.decision.why, None))}. "
+        f"Confidence {judgement.confidence:.2f}.",
+        "",
+    ]
+    if judgement.facts:
+        lines += ["## What it rests on", ""]
+        lines += [f"- {_inline(words.line(c, None))} ({_inline(words.line(w))})" for c, w in judgement.facts]
+        lines.append("")
+    if judgement.ruled_out:
+        lines += ["## What it is not", ""]
+        lines += [f"- {_inline(words.line(c))}: {_inline(words.line(by, None))}" for c, by in judgement.ruled_out]
+        lines.append("")
+    for title, block in (
+        ("Phases", _phase_lines(words)),
+        ("Stacks", _stack_lines(words, 60)),
+        ("Last lines of the log", _log_lines(words, 40)),
+        ("Machine", _machine_lines(words)),
+        ("The test's process", _owner_lines(words)),
+        ("Notes", [words.line(note, None) for note in _notes(words)]),
+    ):
+        if block:
+            lines += [f"## {title}", "", *_code(block), ""]
+    command = words.clean(" ".join(record.argv))
+    lines += ["## Command", "", *_code([command]), ""]
+    return "\n".join(lines)
+
+
+def stacks_text(merged: Merged | None, rounds: Sequence[Sequence[ProcessDump]], owner: ProcessDump | None) -> str:
+    """stacks.txt: the merged stacks, then one block a process of the last round, in py-spy's form (raw: not redacted).
+
+    ``gpuserve explain`` reads it back.
+    """
+    parts = [escape(merged.text())] if merged else []
+    last = rounds[-1] if rounds else []
+    for dump in (*last, *((owner,) if owner else ())):
+        parts.append(_block(dump))
+    return "\n\n".join(parts) + "\n"
+
+
+def _block(dump: ProcessDump) -> str:
+    title = one_line(dump.title) or "?"
+    lines = [f"# {dump.label}: state {dump.state}, {dump.dumper}", f"Process {dump.process.pid}: {title}"]
+    if dump.problem:
+        lines.append(f"# {one_line(dump.problem)}")
+    for thread in sorted(dump.threads, key=lambda t: not t.main):
+        lines += ["", *_thread(thread)]
+    return "\n".join(lines)
+
+
+def _thread(thread: ThreadStack) -> list[str]:
+    activity = "active" if thread.active else "idle"
+    name = f': "{one_line(thread.name)}"' if thread.name else ': "MainThread"' if thread.main else ""
+    lines = [f"Thread {thread.tid or 0} ({activity}{'+gil' if thread.owns_gil else ''}){name}"]
+    for frame in thread.frames:
+        place = frame.module if frame.native else frame.file
+        line = f":{frame.line}" if frame.line and not frame.native else ""
+        lines.append(f"    {one_line(frame.name)} ({one_line(place or '?')}{line})")
+    return lines
+
+
+def _phase_lines(words: Words) -> list[str]:
+    """``phases: TP0-2,4-7 cuda_graph 3/24; TP3 weight_load 12/64``."""
+    groups: dict[str, list[str]] = defaultdict(list)
+    for label, phase in words.scene.log.phases.items():
+        done = f" {phase.done}/{phase.total}" if phase.done is not None and phase.total is not None else ""
+        groups[f"{phase.phase}{done}"].append(label)
+    for label in words.judgement.missing:
+        if label not in words.scene.log.phases:
+            groups["not there"].append(label)
+    if not groups:
+        return []
+    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
+    shown = "; ".join(f"{format_ranks(labels)} {phase}" for phase, labels in ordered[:8])
+    more = f"; {len(ordered) - 8} more" if len(ordered) > 8 else ""
+    return [words.line(f"phases: {shown}{more}", None)]
+
+
+def _stack_lines(words: Words, limit: int) -> list[str]:
+    return words.clean(words.merged.text(max_lines=limit), _WIDTH).splitlines()
+
+
+def _log_lines(words: Words, limit: int) -> list[str]:
+    """Last lines by rank: of the culprits and of those who are behind first, of the others as far as there is room."""
+    lines = words.scene.log.lines
+    first = [label for label in (*words.judgement.culprits, *words.judgement.missing) if label in lines]
+    order = list(dict.fromkeys([*first, *lines]))
+    every = len(order) * 3 <= limit
+    result: list[str] = []
+    for label in order:
+        keep = 3 if every or label in first else 1
+        for text in lines[label][-keep:]:
+            if len(result) >= limit:
+                return [*result, f"  … {len(order)} ranks in all: log_tail.txt"]
+            result.append("  " + words.line(text))  # the engine's own tag names the rank
+    return ["last lines of the log:", *result] if result else []
+
+
+def _machine_lines(words: Words) -> list[str]:
+    lines = []
+    memory = words.evidence.memory
+    if memory is not None and memory.resident:
+        limit = f" of {_gib(memory.limit)}" if memory.limit else ""
+        kills = f", {memory.oom_kills} killed for memory" if memory.oom_kills else ""
+        lines.append(f"memory: {_gib(memory.resident)} resident{limit}{kills} (address space {_gib(memory.virtual)})")
+    for gpu in words.scene.gpus[:16]:
+        used = _gib(gpu.memory_used) if gpu.memory_used is not None else "?"
+        busy = f"{gpu.utilisation} %" if gpu.utilisation is not None else "? %"
+        power = f", {gpu.power:.0f} W" if gpu.power is not None else ""
+        xids = f", Xid {', '.join(map(str, gpu.xids))}" if gpu.xids else ""
+        lines.append(words.line(f"{gpu.label}: {used}, {busy}{power}{xids}{f', {gpu.error}' if gpu.error else ''}"))
+    return lines
+
+
+def _owner_place(words: Words) -> str:
+    main = words.owner.main if words.owner else None
+    if main is None:
+        return ""
+    frame = next((f for f in main.frames if not f.native), None)
+    return words.line(f", at {frame.name} ({frame.file.rpartition('/')[2]}:{frame.line or '?'})") if frame else ""
+
+
+def _owner_lines(words: Words) -> list[str]:
+    return words.clean(_block(words.owner), _WIDTH).splitlines()[:60] if words.owner else []
+
+
+def _notes(words: Words) -> list[str]:
+    """Said once, whatever the number of processes."""
+    last = words.scene.rounds[-1] if words.scene.rounds else []
+    notes = [note for note in (refused(last),) if note]
+    without = [d for d in last if not d.threads and d.role.rank is not None]
+    notes += [f"{d.label} (pid {d.process.pid}) has no stack: {d.problem}" for d in without[:8]]
+    if words.probe:
+        notes.append(f"asked just now: {words.probe}")
+    return [*notes, *words.problems]
+
+
+def _code(lines: Sequence[str]) -> list[str]:
+    """A fence longer than any run of backquotes inside."""
+    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
+    fence = "`" * max(3, longest + 1)
+    return [f"{fence}text", *lines, fence]
+
+
+def _inline(text: str) -> str:
+    """Inside a paragraph of Markdown: no markup, no tag, no link but plain addresses."""
+    return re.sub(r"([\\*\[\]`])", r"\\\1", text).replace("<", "&lt;")
+
+
+def _gib(size: int | None) -> str:
+    return f"{(size or 0) / (1 << 30):.1f} GiB"

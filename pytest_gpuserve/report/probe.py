@@ -1,0 +1,136 @@
+"""Does the server answer, and does the test wait for it? Asked from outside, each question with a limit."""
+
+from __future__ import annotations
+
+import http.client
+import json
+import re
+import threading
+import time
+from collections.abc import Sequence
+from contextlib import suppress
+from dataclasses import dataclass
+from pathlib import Path
+
+from .. import procfs
+from ..diagnose.model import Frame, ProcessDump
+from ..engines.base import Engine, ReadyProbe
+from ..server.record import ServerRecord
+from .sensitive import is_secret_name
+
+_ESTABLISHED = "01"
+_READING = re.compile(
+    r"(?:.*\.)?(recv|recv_into|readinto|read|read1|readline|getresponse|begin|_read_status|urlopen|select|handle_request"
+    r"|_?receive_response_headers|_receive_event)"
+)
+_CLIENT_FILES = (
+    "socket.py",
+    "ssl.py",
+    "http/client.py",
+    "http11.py",
+    "connectionpool.py",
+    "_backends/sync.py",
+    "selectors.py",
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Probe:
+    """``answers``: tokens came; None: no completion could be asked for. ``reachable``: anything answered over HTTP."""
+
+    answers: bool | None
+    reachable: bool
+    how: str
+    seconds: float
+
+
+def ask(record: ServerRecord, engine: Engine | None, limit: float = 3.0) -> Probe:
+    """One-token completion where the engine knows one, else its ready path; never longer than ``limit`` seconds.
+
+    A refusal (401, 404, 422) shows that the front end lives, and says nothing of the engine behind it.
+    """
+    began = time.monotonic()
+    try:
+        ready = engine.ready(record.spec) if engine else ReadyProbe()
+        model = engine.served_model(record.spec) if engine else ""
+    except Exception:  # somebody else's engine
+        ready, model = ReadyProbe(), ""
+    answers: bool | None = None
+    if ready.generate is not None:
+        body = json.dumps({"model": model, **ready.generate})
+        status = _limited(record, "POST", ready.generate_path, body, limit)
+        how = f"POST {ready.generate_path}: " + (f"status {status}" if status else f"no answer within {limit:g} s")
+        answers = True if status == 200 else False if status is None or status >= 500 else None
+        reachable = status is not None
+    else:
+        status = _limited(record, "GET", ready.path, None, limit)
+        how = f"GET {ready.path}: " + (f"status {status}" if status else f"no answer within {limit:g} s")
+        reachable = status == 200
+        if "generate" in ready.path:  # SGLang's health page that makes a token
+            answers = True if reachable else False if status is None or status >= 500 else None
+    return Probe(answers, reachable, how, time.monotonic() - began)
+
+
+def _limited(record: ServerRecord, method: str, path: str, body: str | None, limit: float) -> int | None:
+    """Status of one request, its whole answer read; None: none in time. A server that trickles cannot hold us."""
+    result: list[int] = []
+
+    def request() -> None:
+        connection = http.client.HTTPConnection(record.host, record.port, timeout=limit)
+        with suppress(OSError, http.client.HTTPException, ValueError):
+            headers = {"Content-Type": "application/json", "Connection": "close", **_key(record)}
+            connection.request(method, path, body, headers)
+            answer = connection.getresponse()
+            answer.read(1 << 20)
+            result.append(answer.status)
+        connection.close()
+
+    thread = threading.Thread(target=request, name="gpuserve-probe", daemon=True)
+    thread.start()
+    thread.join(limit)
+    return result[0] if result else None
+
+
+def _key(record: ServerRecord) -> dict[str, str]:
+    """The API key that the server was started with."""
+    options = list(record.argv)
+    for position, word in enumerate(options):
+        name, equals, value = word.partition("=")
+        if name.startswith("--") and is_secret_name(name) and "api" in name:
+            value = value if equals else next(iter(options[position + 1 :]), "")
+            return {"Authorization": f"Bearer {value}"} if value else {}
+    return {}
+
+
+def connections(pid: int, port: int) -> int:
+    """Established TCP connections of a process to a port of this machine."""
+    inodes = set()
+    for table in ("/proc/net/tcp", "/proc/net/tcp6"):
+        for line in procfs.read(table).decode(errors="replace").splitlines()[1:]:
+            fields = line.split()
+            if len(fields) > 9 and fields[3] == _ESTABLISHED and int(fields[2].rpartition(":")[2], 16) == port:
+                inodes.add(f"socket:[{fields[9]}]")
+    count = 0
+    with suppress(OSError):
+        for link in Path(f"/proc/{pid}/fd").iterdir():
+            with suppress(OSError):
+                count += str(link.readlink()) in inodes
+    return count
+
+
+def test_waits(owner: ProcessDump | None, pid: int, port: int, in_flight: int | None) -> bool | None:
+    """True when the test's process has a request in flight: counted by our client, or seen in its sockets and stacks.
+
+    A connection alone proves nothing (keep-alive); with a thread that reads an answer it does. None: cannot be seen.
+    """
+    if in_flight:
+        return True
+    if connections(pid, port) == 0:
+        return False
+    if owner is None or not owner.threads:
+        return None
+    return any(_reads_answer(thread.frames[:6]) for thread in owner.threads)
+
+
+def _reads_answer(leaf: Sequence[Frame]) -> bool:
+    return any(_READING.fullmatch(frame.name) and frame.file.endswith(_CLIENT_FILES) for frame in leaf)
