@@ -1,0 +1,133 @@
+"""Both ends of handing tests to pytest-xdist's workers: what workers say about their tests, and who schedules them.
+
+A worker's description travels through a channel of execnet's own that the controller puts into ``workerinput``: no
+file, no environment variable, and it arrives before the worker's list of tests does.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import Any, TypeAlias
+
+import pytest
+
+MODES = ("load", "loadgroup")
+"""Values of --dist that leave the choice to us; any other was made by the user."""
+
+CHANNEL = "gpuserve_channel"
+
+ServerOf: TypeAlias = Callable[[pytest.Item], "tuple[str, str, int] | None"]
+"""Key, readable id and number of GPUs of the server that a test wants; None: it wants none."""
+
+
+class Distributor:
+    """The controller's end. Register it before pytest-xdist's own session is (in ``pytest_configure``).
+
+    Args:
+        durations: seconds of tests in past runs, by node id; asked for once.
+        gpus: how many GPUs there are to lease, None: not known; asked for once, when servers are about to be started.
+
+    Attributes:
+        served: node ids of tests that want a server, once workers have collected.
+    """
+
+    def __init__(
+        self, config: pytest.Config, durations: Callable[[], Mapping[str, float]], gpus: Callable[[], int | None]
+    ) -> None:
+        self._mode = config.getvalue("dist")
+        self._durations = durations
+        self._gpus = gpus
+        self._channels: dict[Any, Any] = {}
+        self._published: dict[Any, Mapping[str, Any]] = {}
+        self.served: set[str] = set()
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_configure_node(self, node: Any) -> None:
+        """Open the channel for a worker."""
+        channel = self._channels[node] = node.workerinput[CHANNEL] = node.gateway.newchannel()
+        channel.setcallback(lambda said: self._published.__setitem__(node, said))
+
+    @pytest.hookimpl(optionalhook=True)
+    def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
+        """A worker's list of tests is here, and so is its description of them."""
+        if said := self._published.get(node):
+            self.served |= {nodeid for nodeid, key in zip(ids, said["of"], strict=False) if key is not None}
+
+    @pytest.hookimpl(trylast=True, optionalhook=True)
+    def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
+        """After every hook of the user's, before pytest-xdist's own, which is trylast too and registered later."""
+        if self._mode not in MODES:
+            return None
+        from .scheduling import ServerScheduling
+
+        return ServerScheduling(config, log, self._published.get, self._allow_pause, self._durations(), self._gpus)
+
+    def _allow_pause(self, node: Any) -> None:
+        """Overtakes no test: it is on the same connection as what pytest-xdist sends from now on."""
+        self._channels[node].send("pause")
+
+    def pytest_report_header(self) -> str | None:
+        """Say what another choice of --dist costs."""
+        if self._mode in MODES:
+            return None
+        return (
+            f"gpuserve: --dist {self._mode} may start a server once in every worker; "
+            f"--dist load keeps all tests of a server on one worker"
+        )
+
+
+class Pause(pytest.Item):
+    """Runs nothing: while it is the next item, the test before it can run and be torn down to the last fixture."""
+
+    def runtest(self) -> None:
+        """Nothing."""
+
+
+class WorkerEnd:
+    """The part of the scheduler that lives in a worker. Registered when the controller opened a channel.
+
+    Args:
+        last_of_unit: told of a test before it runs when no other test of its server will come to this worker.
+    """
+
+    def __init__(self, channel: Any, server_of: ServerOf, last_of_unit: Callable[[pytest.Item], object]) -> None:
+        self._channel = channel
+        self._server_of = server_of
+        self._last_of_unit = last_of_unit
+
+    @pytest.hookimpl(wrapper=True, tryfirst=True)
+    def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, Any, Any]:
+        """Describe the tests before pytest-xdist reports them.
+
+        The pause is added when the controller's scheduler turns out to be ours: others run whatever is in ``items``.
+        """
+        pause = Pause.from_parent(session, name="gpuserve-pause")
+        self._channel.setcallback(lambda _: session.items.append(pause))
+        self._channel.send(describe(session.items, self._server_of))
+        return (yield)
+
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:
+        """The pause is over as soon as the worker knows what comes next."""
+        if isinstance(item, Pause):
+            return True
+        if isinstance(nextitem, Pause):
+            self._last_of_unit(item)
+        return None
+
+
+def describe(items: Sequence[pytest.Item], server_of: ServerOf) -> dict[str, Any]:
+    """What a worker publishes: ``servers`` key to [id, gpus], ``of`` key or None per test, ``groups`` per test."""
+    servers: dict[str, list[Any]] = {}
+    of: list[str | None] = []
+    groups: list[str | None] = []
+    for item in items:
+        found = server_of(item)
+        if found is not None:
+            servers[found[0]] = [found[1], found[2]]
+        of.append(found[0] if found is not None else None)
+        marks = sorted(
+            {str(m.args[0] if m.args else m.kwargs.get("name", "default")) for m in item.iter_markers("xdist_group")}
+        )
+        groups.append("_".join(marks) if marks else None)
+    return {"servers": servers, "of": of, "groups": groups}
