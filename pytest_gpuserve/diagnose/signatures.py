@@ -74,6 +74,7 @@ class Signature:
         frames: leaf-most first.
         layer: what is to blame when every rank is there (gpu, nccl, network, ipc, lock, jit, storage, rendezvous ...).
         explanation, advice: for people; one or two sentences each.
+        together: advice where every rank is in this place, instead of ``advice``.
         sources: URLs of the reports it rests on.
         since, fixed_in: versions, where known (``"sglang 0.5.10"``).
         depth: how far from the leaf the first frame may be.
@@ -91,6 +92,7 @@ class Signature:
     layer: str = ""
     explanation: str = ""
     advice: str = ""
+    together: str = ""
     sources: tuple[str, ...] = ()
     since: str = ""
     fixed_in: str = ""

@@ -150,8 +150,9 @@ def _advice(finding: Finding) -> list[str]:
         sentences.append("Remove the lock.")
     elif finding.advice:
         sentences.append(finding.advice)
-    elif finding.signature and finding.signature.advice:
-        sentences.append(finding.signature.advice)
+    elif finding.signature:
+        everyone = finding.layer != "desync" and not finding.culprits
+        sentences.append((everyone and finding.signature.together) or finding.signature.advice)
     signature = finding.signature
     reports = [short for url in (signature.sources if signature else ()) if "#" in (short := _short(url))]
     if signature and reports and finding.verdict in ("hang", "slow"):
