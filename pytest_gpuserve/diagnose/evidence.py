@@ -1,4 +1,5 @@
-"""All that is known about one server when it is judged. Collected in diagnose/machine.py and diagnose/witnesses.py.
+"""All that is known about one server when it is judged. Collected with machine.py, locks.py, ras.py and
+flight.py.
 
 Everything is optional: a verdict says what it rests on, and what it could not know.
 """

@@ -15,7 +15,6 @@ from pathlib import Path
 import pytest
 
 from pytest_gpuserve.diagnose import flight, locks, machine, ras
-from pytest_gpuserve.diagnose.collect import progress
 from pytest_gpuserve.diagnose.evidence import Memory
 from pytest_gpuserve.diagnose.kernel import kernel_wait
 from pytest_gpuserve.diagnose.merge import merge
@@ -441,13 +440,3 @@ def test_a_polled_file_lock_has_its_holder_in_the_kernels_table(dumps, run, tmp_
 
 def test_no_waiter_no_lock(dumps):
     assert locks.locks(merge([dumps.same(4, dumps.COLLECTIVE)])) == ()
-
-
-# --- what the watcher left
-
-
-def test_progress_of_long_ago_says_nothing():
-    fresh = {"monotonic": time.monotonic(), "state": "hung", "still": 41.0, "window": 30.0, "last": "log", "moving": []}
-    assert progress(fresh).state == "hung"
-    assert progress({**fresh, "monotonic": time.monotonic() - 3600}) is None
-    assert progress({}) is None
