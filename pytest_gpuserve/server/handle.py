@@ -6,7 +6,7 @@ import re
 import subprocess
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import suppress
+from contextlib import nullcontext, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,6 +15,7 @@ from ..engines.base import Engine
 from ..errors import ServerError, ServerExitedError, ServerHungError
 from ..spec import ServerSpec
 from .control import Control, Event, SupervisorGoneError
+from .inflight import Requests
 from .ports import Port
 from .readiness import exit_text, incidents, log_tail, lost_supervisor, settle, shown_tail
 from .record import ServerRecord, processes
@@ -101,6 +102,7 @@ class Server:
         self._session: requests.Session | None = None
         self._stopped = False
         self._spared_at = float("-inf")
+        self._requests = Requests(record.directory)
 
     def __repr__(self) -> str:
         return f"<Server {self.spec.id} at {self.url}>"
@@ -131,8 +133,10 @@ class Server:
             self._session.trust_env = False
         options.setdefault("timeout", TIMEOUT)
         since = len(self.control.events())
+        watched = self._requests.one() if method.upper() == "POST" else nullcontext()
         try:
-            response = self._session.request(method, self.url + path, **options)
+            with watched:
+                response = self._session.request(method, self.url + path, **options)
         except requests.Timeout as error:
             raise self._timed_out(error, since) from error
         except requests.ConnectionError as error:
@@ -149,7 +153,8 @@ class Server:
 
         def iter_content(*args: Any, **options: Any) -> Iterator[Any]:
             try:
-                yield from read(*args, **options)
+                with self._requests.one():
+                    yield from read(*args, **options)
             except requests.exceptions.ChunkedEncodingError as error:
                 raise self._broken(error, since) from error
             except requests.ConnectionError as error:

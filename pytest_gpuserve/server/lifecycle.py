@@ -80,6 +80,7 @@ def start(
     cwd = Path(spec.cwd or ".").absolute()
     if not cwd.is_dir():
         raise SpecError(f"cwd {spec.cwd!r} is no directory. Correct cwd in the gpuserve mark.")
+    ports.reachable(host)
     held = ports.hold(host, port)
     try:
         launch = engine.launch(spec, host=host, port=held.number, python=python)
@@ -127,6 +128,7 @@ def start(
     except BaseException:
         server.stop(min(limits.grace, 0.5) if server.exit_code() is not None else None)
         raise
+    (record.directory / "ready").touch(mode=0o600)  # for the watcher, whatever the log says
     return server
 
 
