@@ -438,11 +438,12 @@ def test_reruns_run_a_crashed_test_as_often_as_asked(pytester: pytest.Pytester, 
     pytest.importorskip("pytest_rerunfailures")
     pytester.makepyfile(
         """
-        import os, pytest
+        import os, time, pytest
         @pytest.mark.serve("A")
         @pytest.mark.parametrize("n", range(3))
         def test_a(n):
             if n == 1:
+                time.sleep(1)  # pytest-rerunfailures tells the controller through a socket and waits for no answer
                 os._exit(3)
         @pytest.mark.serve("B")
         @pytest.mark.parametrize("n", range(2))
