@@ -161,6 +161,7 @@ class EngineCore:
     def monitor_workers(self) -> None:
         """End the engine when a worker does."""
         ended = connection.wait([worker.sentinel for worker in self.workers])
+        time.sleep(0.1)  # perhaps somebody ends the whole tree, and our own signal is still on its way
         if self.ending:
             return
         dead = min((w for w in self.workers if w.sentinel in ended), key=lambda w: w.exitcode or 0)

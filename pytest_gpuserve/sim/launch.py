@@ -28,6 +28,10 @@ HELPER_LIFE = 3600.0
 """Seconds after which a detached helper that nobody has ended ends itself."""
 
 
+LAST_TO_HEAR = 0.1
+"""Seconds: when a child has died, perhaps somebody ends the whole tree and our own signal is still on its way."""
+
+
 class Stopped(Exception):
     """A polite signal came."""
 
@@ -135,19 +139,24 @@ class Server:
         while True:
             ready: list[Any] = list(connection.wait(objects))
             if self._wake in ready:
-                signals = set(os.read(self._wake, 64))
-                if signals & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
-                    raise Stopped
-                if signal.SIGQUIT in signals:
-                    raise ChildGone(None)
+                self.hear_signals()
             for sentinel in ready:
                 if child := sentinels.get(sentinel):
                     child.join()
-                    if child.exitcode == -signal.SIGTERM and connection.wait([self._wake], 0.3):
-                        raise Stopped  # somebody ends the whole tree, and we are last to hear of it
+                    if connection.wait([self._wake], LAST_TO_HEAR):
+                        self.hear_signals()
                     raise ChildGone(child)
             if messages in ready:
                 return
+
+    def hear_signals(self) -> None:
+        signals = set(os.read(self._wake, 64))
+        if signal.SIGQUIT in signals and connection.wait([self._wake], LAST_TO_HEAR):
+            signals |= set(os.read(self._wake, 64))
+        if signals & {signal.SIGTERM, signal.SIGINT, signal.SIGHUP}:
+            raise Stopped
+        if signal.SIGQUIT in signals:
+            raise ChildGone(None)
 
     def serve(self, front: FrontEnd) -> None:
         """Open the port; whether anybody answers is another matter."""

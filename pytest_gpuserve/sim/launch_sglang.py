@@ -98,7 +98,7 @@ class SglangServer(Server):
                 f"Rank {child.name.rpartition('_')[2]} scheduler died during initialization (exit code: "
                 f"{child.exitcode}). If exit code is -9 (SIGKILL), a common cause is the OS OOM killer. "
                 f"Run `dmesg -T | grep -i oom` to check."
-            )
+            ) from None
         except RuntimeError:
             emit(traceback.format_exc())
 

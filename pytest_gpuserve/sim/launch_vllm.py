@@ -141,7 +141,7 @@ class VllmServer(Server):
             raise RuntimeError(
                 f"Engine core initialization failed. See root cause above. "
                 f"Failed core proc(s): {{'EngineCore': {code}}}"
-            )
+            ) from None
         except RuntimeError:
             emit(traceback.format_exc())
         return 1
