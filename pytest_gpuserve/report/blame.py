@@ -66,8 +66,8 @@ def _decide(reason: str, seen: Witnesses) -> Decision:
         return Decision(True, "nothing of it moved")
     if seen.answers is False:
         return Decision(True, "a completion sent just now was not answered")
-    if seen.reachable is False:
-        return Decision(True, "it does not answer")
+    if not seen.reachable:
+        return Decision(True, "it does not answer" if seen.reachable is False else "it could not be asked in time")
     if seen.test_waits is not False:
         return Decision(True, "the test waits for its answer")
     return Decision(False, "it answers its health page, and the test does not wait for it")

@@ -10,7 +10,7 @@ import time
 from collections import Counter, defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
@@ -19,7 +19,8 @@ from ..diagnose import flight, locks, machine, ras, triage
 from ..diagnose.evidence import Evidence, LogFact, Progress, Witness
 from ..diagnose.merge import Merged, merge
 from ..diagnose.model import ProcessDump
-from ..engines.base import Engine, LogGrammar, Rank
+from ..diagnose.roles import rank_in
+from ..engines.base import Engine, LogGrammar, ProcessRole, Rank
 from ..server import inflight
 from ..server.record import ServerRecord
 from ..watch.phases import RankPhase, read_phases
@@ -127,21 +128,37 @@ def expected(record: ServerRecord, labels: Iterable[str]) -> tuple[str, ...]:
     return tuple(sorted(known, key=lambda label: [int(n) for n in re.findall(r"\d+", label)]))
 
 
-def exits(dumps: Sequence[ProcessDump], wanted: Sequence[str]) -> dict[str, int]:
-    """Exit codes of zombies by pid, and by rank where only one rank is missing and one zombie looks like a rank."""
-    zombies = [d for d in dumps if d.state == "Z" and isinstance(d.facts.get("exit"), int)]
-    found = {str(d.process.pid): int(d.facts["exit"]) for d in zombies}
-    ranks = [d for d in dumps if d.role.rank is not None and d.state not in "ZX"]
-    names = {procfs_name(d.process.pid) for d in ranks}
-    missing = set(wanted) - {d.label for d in ranks}
-    alike = [d for d in zombies if d.title in names]
-    if len(missing) == 1 and len(alike) == 1:
-        found[missing.pop()] = found[str(alike[0].process.pid)]
-    return found
+def name_the_dead(dumps: Sequence[ProcessDump], scene: Scene) -> list[ProcessDump]:
+    """Give zombies, which have lost their titles, the ranks that are missing: by their number, in the order of pids.
+
+    All that the kernel keeps of a zombie's name are 15 characters, as the living ranks have them too.
+    """
+    ranks = [d for d in dumps if d.role.rank is not None]
+    names = {_comm(d.process.pid) for d in ranks}
+    alike = sorted((d for d in dumps if d.state == "Z" and d.title in names), key=lambda d: d.process.start)
+    missing = [
+        label
+        for label in expected(scene.record, [*(d.label for d in ranks), *scene.log.phases])
+        if label not in {d.label for d in ranks}
+    ]
+    if not alike or len(alike) != len(missing):
+        return list(dumps)
+    kind = next(d.role.role for d in ranks)
+    named = {
+        dump.process: replace(dump, role=ProcessRole(kind, rank_in(label)))
+        for dump, label in zip(alike, missing, strict=True)
+    }
+    return [named.get(d.process, d) for d in dumps]
 
 
-def procfs_name(pid: int) -> str:
-    """The kernel's 15 characters of a process's name: all that is left of a zombie."""
+def exits(dumps: Sequence[ProcessDump]) -> dict[str, int]:
+    """Exit codes of zombies by label and by pid."""
+    dead = [d for d in dumps if d.state == "Z" and isinstance(d.facts.get("exit"), int)]
+    found = {str(d.process.pid): int(d.facts["exit"]) for d in dead}
+    return {**found, **{d.label: int(d.facts["exit"]) for d in dead if d.role.rank is not None}}
+
+
+def _comm(pid: int) -> str:
     found = procfs.stat(pid)
     return found.comm if found else ""
 
@@ -205,7 +222,7 @@ class Scene:
             rounds=self.rounds,
             phases=self.log.phases,
             expected=wanted,
-            exits=exits(last, wanted),
+            exits=exits(last),
             server_exit=self.server_exit,
             engine=record.engine,
             axes={axis: value.name for axis, value in record.spec.axes},

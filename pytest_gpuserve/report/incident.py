@@ -15,7 +15,7 @@ from pathlib import Path
 from ..errors import GpuserveError
 from ..server.record import load
 from .blame import EXIT_KILL, EXIT_SPARE, Decision
-from .taking import Incident, Taking
+from .taking import Incident, Request, Taking
 
 __all__ = ["EXIT_KILL", "EXIT_SPARE", "LIMIT", "Decision", "Incident", "command", "main", "record_incident"]
 
@@ -32,16 +32,19 @@ def command(
     after: float | None = None,
     soft: bool = False,
     limit: float | None = None,
+    rounds: int | None = None,
 ) -> list[str]:
     """argv that takes an incident of the server in ``directory``; ``artifacts`` None: only the private copy is written.
 
-    ``limit``: seconds within which it ends by itself; give the supervisor's limit less a second or two.
+    ``limit``: seconds within which it ends by itself; give the supervisor's limit less a second or two. ``rounds``: how
+    often to look, 2 s apart; 3 unless told.
     """
     argv = [sys.executable, "-m", "pytest_gpuserve.report.incident", "--server", os.fspath(directory)]
     argv += ["--artifacts", "off" if artifacts is None else os.fspath(artifacts), "--reason", reason]
     argv += ["--test", test] if test else []
     argv += ["--after", f"{after:g}"] if after is not None else []
     argv += ["--limit", f"{limit:g}"] if limit is not None else []
+    argv += ["--rounds", str(rounds)] if rounds is not None else []
     return [*argv, "--soft"] if soft else argv
 
 
@@ -54,6 +57,7 @@ def record_incident(
     after: float | None = None,
     soft: bool = False,
     limit: float = LIMIT,
+    rounds: int = 3,
     leave: Callable[[int], object] | None = None,
 ) -> Incident:
     """Take an incident of the server in ``directory``.
@@ -64,7 +68,8 @@ def record_incident(
         GpuserveError: there is no record of a server.
         OSError: nothing can be written, not even in the server's own directory.
     """
-    return Taking(load(directory), artifacts, reason, test, after, soft, limit, leave).run()
+    request = Request(reason, test, after, soft, limit, rounds)
+    return Taking(load(directory), artifacts, request, leave).run()
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -76,6 +81,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--test")
     parser.add_argument("--after", type=float)
     parser.add_argument("--limit", type=float, default=LIMIT)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--soft", action="store_true")
     given = parser.parse_args(argv)
     try:
@@ -87,6 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             after=given.after,
             soft=given.soft,
             limit=given.limit,
+            rounds=given.rounds,
             leave=os._exit,
         )
         code = taken.decision.exit_code

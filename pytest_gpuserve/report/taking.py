@@ -37,8 +37,8 @@ from .probe import Probe, ask, test_waits
 from .redact import Redactor
 from .redact_stream import RedactingWriter
 
-_ROUNDS = (0.0, 2.0, 4.0)
-"""Seconds after the beginning: frozen is told from moving by more than one look."""
+_BETWEEN = 2.0
+"""Seconds from one round of stacks to the next: frozen is told from moving by more than one look."""
 
 _STACKS_SCHEMA = "gpuserve.stacks/1"
 
@@ -54,6 +54,18 @@ class Incident:
     decision: Decision
 
 
+@dataclass(frozen=True, slots=True)
+class Request:
+    """What was asked for. ``after``: seconds since what led here began. ``limit``: seconds for everything."""
+
+    reason: str
+    test: str | None = None
+    after: float | None = None
+    soft: bool = False
+    limit: float = 22.0
+    rounds: int = 3
+
+
 class Taking:
     """One incident being taken; :meth:`run` once."""
 
@@ -61,26 +73,24 @@ class Taking:
         self,
         record: ServerRecord,
         artifacts: Path | None,
-        reason: str,
-        test: str | None,
-        after: float | None,
-        soft: bool,
-        limit: float,
+        request: Request,
         leave: Callable[[int], object] | None,
     ) -> None:
         self._began = time.monotonic()
-        self._deadline = self._began + limit
+        self._deadline = self._began + request.limit
+        self._request = request
         self._record = record
-        self._soft = soft
         self._leave = leave
         self._engine: Engine | None = None
         with suppress(Exception):  # an engine that is not installed here, or broken, must not cost the stacks
             self._engine = get_engine(record.engine)
-        test = test or gather.current_test(record.directory)
-        self._scene = Scene(record, self._engine, reason, test, after)
+        test = request.test or gather.current_test(record.directory)
+        self._scene = Scene(record, self._engine, request.reason, test, request.after)
         self._environment = procfs.environ(record.root.pid) if record.root else {}
         self._redactor = Redactor.of(os.environ, dict(record.spec.env), self._environment, argv=record.argv)
-        self._stores = open_stores(record.directory, artifacts, incident_name(record.spec.id, reason), self._redactor)
+        self._stores = open_stores(
+            record.directory, artifacts, incident_name(record.spec.id, request.reason), self._redactor
+        )
         self._owner: ProcessDump | None = None
         self._probe: Probe | None = None
         self._waits: bool | None = None
@@ -104,11 +114,12 @@ class Taking:
         pids = [d.process.pid for d in scene.rounds[0]]
         gpus: Later[tuple[Gpu, ...]] = Later(lambda: gather.gpus(record, pids, 5.0), ())
         scene.log = log.get(min(3.0, self._left() / 2))
+        scene.rounds = [gather.name_the_dead(scene.rounds[0], scene)]
         self._write_log_tail()
         self._conclude(complete=False)
         self._further_rounds()
         if probe is not None:
-            self._probe = probe.get(min(3.5, self._left() - 2))
+            self._probe = probe.get(self._patience + 0.5)
             scene.answers = self._probe.answers if self._probe else None
         self._waits = test_waits(
             self._owner, record.owner.pid, record.port, gather.requests_in_flight(record.directory)
@@ -122,6 +133,11 @@ class Taking:
         self._problems += [f"{what}: {later.problem}" for what, later in late if later.problem]
         self._native(merged)
         return self._conclude(complete=True)
+
+    @property
+    def _patience(self) -> float:
+        """Seconds for one token: with too short a limit, less."""
+        return min(3.0, 0.3 * self._request.limit)
 
     def _left(self) -> float:
         return self._deadline - time.monotonic()
@@ -138,7 +154,7 @@ class Taking:
         try:
             note = "the time for this incident was over before everything was read"
             if self._last is None:
-                decision = decide(self._scene.reason, Witnesses(soft=self._soft))
+                decision = decide(self._scene.reason, Witnesses(soft=self._request.soft))
                 self._line("undecided", f"undecided: {note}.\ndumps: {self._stores.path}", None, decision)
             else:
                 taken, merged, judgement = self._last
@@ -167,13 +183,14 @@ class Taking:
             on_dump=lambda dump: self._keep(dump, number),
         )
         self._owner = next((d for d in dumps if d.process == record.owner), self._owner)
-        self._scene.rounds = [*self._scene.rounds, [d for d in dumps if d.process != record.owner]]
+        found = gather.name_the_dead([d for d in dumps if d.process != record.owner], self._scene)
+        self._scene.rounds = [*self._scene.rounds, found]
 
     def _further_rounds(self) -> None:
         first = self._scene.rounds[0]
         slowest = max((d.seconds for d in first), default=0.0)
-        for number, moment in list(enumerate(_ROUNDS))[1:]:
-            pause = max(0.0, self._began + moment - time.monotonic())
+        for number in range(1, self._request.rounds):
+            pause = max(0.0, self._began + number * _BETWEEN - time.monotonic())
             if not any(d.threads for d in first) or self._left() < pause + 3 * slowest + 4.0:
                 return
             time.sleep(pause)
@@ -220,7 +237,7 @@ class Taking:
         """Not of a server that starts: it cannot answer yet."""
         if self._scene.reason == "startup_budget":
             return None
-        return Later[Probe | None](lambda: ask(self._record, self._engine), None)
+        return Later[Probe | None](lambda: ask(self._record, self._engine, self._patience), None)
 
     def _write_log_tail(self) -> None:
         tail = "\n".join(self._scene.log.tail.split("\n")[-400:])
@@ -289,7 +306,7 @@ class Taking:
     def _witnesses(self, merged: Merged, judgement: Judgement) -> Witnesses:
         broken = [m.label for m in merged.ranks if m.condition] + list(judgement.missing)
         return Witnesses(
-            soft=self._soft,
+            soft=self._request.soft,
             broken=tuple(dict.fromkeys(broken)),
             answers=self._scene.answers,
             reachable=self._probe.reachable if self._probe else None,

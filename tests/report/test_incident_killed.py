@@ -1,0 +1,64 @@
+"""An incident that is killed, or runs out of time, half way: the supervisor's limit is real."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+from pytest_gpuserve import procfs
+from pytest_gpuserve.report.incident import EXIT_KILL
+
+SECRETS = ("never-to-be-seen-17", "my private words", "token-of-the-env-9", "in-the-spec-42", "given-as-flag-31")
+
+
+def files(directory):
+    return {str(p.relative_to(directory)): p for p in Path(directory).rglob("*") if p.is_file()}
+
+
+def test_killed_at_any_moment_leaves_whole_files(fake):
+    server = fake(ranks=4, answer="no", faults=["2=late"])
+    complete = stacks = 0
+    for n in range(7):
+        process = subprocess.Popen(server.command("no_progress", rounds=1), stderr=subprocess.DEVNULL)
+        time.sleep(0.3 + 0.3 * n)
+        process.kill()
+        process.wait()
+    for path in server.artifacts.iterdir():
+        if not path.is_dir():
+            continue
+        content = json.loads((path / "incident.json").read_text())
+        complete += content["complete"]
+        assert content["reason"] == "no_progress"
+        for name, file in files(path).items():
+            if name.endswith(".json") and not Path(name).name.startswith("."):
+                json.loads(file.read_text())
+                stacks += name.startswith("stacks/TP")
+            assert not any(secret in file.read_text() for secret in SECRETS), name
+    assert stacks >= 4  # the later ones had taken them
+    told = [line["incident"] for line in server.lines()]
+    made = [str(p) for p in server.artifacts.iterdir() if p.is_dir()]
+    assert sorted(told) == sorted(made)  # whoever was killed half way has told where
+
+
+def test_its_own_limit_ends_it_with_what_it_has(fake, tmp_path):
+    """Here with a py-spy that never answers: the supervisor must not be left to end us without a verdict."""
+    server = fake(ranks=2, answer="no")
+    tools = tmp_path / "bin"
+    tools.mkdir()
+    (tools / "py-spy").write_text(f"#!{sys.executable}\nimport time; time.sleep(600)")
+    (tools / "py-spy").chmod(0o755)
+    (tools / "python").symlink_to(sys.executable)
+    server.record = type(server.record)(
+        **{**{f: getattr(server.record, f) for f in server.record.__slots__}, "python": str(tools / "python")}
+    )
+    server.record.save()
+    began = time.monotonic()
+    code, line = server.incident("no_progress", limit=4)
+    took = time.monotonic() - began
+    assert took < 12
+    assert code == EXIT_KILL
+    assert line["incident"]
+    assert procfs.same(server.record.root)
