@@ -139,20 +139,28 @@ def _thread(thread: ThreadStack) -> list[str]:
 
 
 def _phase_lines(words: Words) -> list[str]:
-    """``phases: TP0-2,4-7 cuda_graph 3/24; TP3 weight_load 12/64``."""
-    groups: dict[str, list[str]] = defaultdict(list)
-    for label, phase in words.scene.log.phases.items():
+    """``phases: TP0-2,4-7 cuda_graph 3/24; TP3 weight_load 12/64``; ranks that are anywhere in a phase are joined."""
+    phases = words.scene.log.phases
+    groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    for label, phase in phases.items():
         done = f" {phase.done}/{phase.total}" if phase.done is not None and phase.total is not None else ""
-        groups[f"{phase.phase}{done}"].append(label)
+        groups[phase.phase][done].append(label)
     for label in words.judgement.missing:
-        if label not in words.scene.log.phases:
-            groups["not there"].append(label)
-    if not groups:
-        return []
-    ordered = sorted(groups.items(), key=lambda item: -len(item[1]))
-    shown = "; ".join(f"{format_ranks(labels)} {phase}" for phase, labels in ordered[:8])
-    more = f"; {len(ordered) - 8} more" if len(ordered) > 8 else ""
-    return [words.line(f"phases: {shown}{more}", None)]
+        if label not in phases:
+            groups["not there"][""].append(label)
+    found: list[tuple[list[str], str]] = []
+    for name, inside in groups.items():
+        if len(inside) <= 4:
+            found += [(labels, f"{name}{done}") for done, labels in inside.items()]
+        else:
+            labels = [label for entry in inside.values() for label in entry]
+            least, most = (pick(labels, key=lambda label: phases[label].done or 0) for pick in (min, max))
+            ends = f"{phases[least].done or 0}/{phases[least].total} ({least}) to {phases[most].done or 0}"
+            found.append((labels, f"{name} {ends}/{phases[most].total}"))
+    found.sort(key=lambda item: -len(item[0]))
+    shown = "; ".join(f"{format_ranks(labels)} {what}" for labels, what in found[:8])
+    more = f"; {len(found) - 8} more" if len(found) > 8 else ""
+    return [words.line(f"phases: {shown}{more}", 1000)] if found else []
 
 
 def _stack_lines(words: Words, limit: int) -> list[str]:

@@ -1,0 +1,132 @@
+"""What a person reads, for 8 and for 512 ranks, and whatever the foreign text is."""
+
+from __future__ import annotations
+
+import re
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpuserve.diagnose.merge import merge
+from pytest_gpuserve.diagnose.model import Frame, Judgement, ProcessDump, ThreadStack
+from pytest_gpuserve.diagnose.parse import read_dumps
+from pytest_gpuserve.diagnose.verdict import judge
+from pytest_gpuserve.engines.base import ProcessRole, Rank
+from pytest_gpuserve.procfs import ProcessId
+from pytest_gpuserve.report import gather
+from pytest_gpuserve.report.blame import Decision
+from pytest_gpuserve.report.incident_text import Words, stacks_text, summary, verdict_page
+from pytest_gpuserve.report.redact import Redactor
+from pytest_gpuserve.server.record import ServerRecord
+from pytest_gpuserve.spec import ServerSpec
+from pytest_gpuserve.watch.phases import RankPhase
+
+STDLIB = "/usr/lib/python3.12/"
+
+
+def dump(number, *names, problem=None, state="S", title=None, **facts):
+    frames = tuple(Frame(name, f"/srv/app/{name}.py", 7) for name in names)
+    threads = (ThreadStack(100 + number, "MainThread", True, frames, False, False),) if names else ()
+    role = ProcessRole("scheduler", Rank(tp=number))
+    title = title or f"sglang::scheduler_TP{number}"
+    return ProcessDump(ProcessId(100 + number, 1), role, title, state, "py-spy", threads, problem, facts)
+
+
+def words(dumps, *, kill=True, answers=None, lines=None, phases=None, judgement=None, problems=(), test=None):
+    spec = ServerSpec.from_mapping({"engine": "sglang", "model": "m", "tp": len(dumps) or 1})
+    record = ServerRecord(
+        spec, "sglang", ("python", "-m", "sglang.launch_server"), "http://127.0.0.1:1", "127.0.0.1", 1, (), "python",
+        "c", ProcessId(1, 1), None, None, Path("/nonexistent"), Path("/nonexistent/server.log"), 0.0,
+    )  # fmt: skip
+    scene = gather.Scene(record, None, "no_progress", test, 12.0, [list(dumps)])
+    scene.log = gather.Log(phases or {}, lines or {}, "")
+    scene.answers = answers
+    merged = merge(scene.rounds)
+    evidence = scene.evidence(merged)
+    return Words(
+        scene=scene,
+        evidence=evidence,
+        merged=merged,
+        judgement=judgement or judge(evidence),
+        decision=Decision(kill, "why it is so"),
+        owner=dump(900, "stuck_in_test", title="pytest"),
+        probe="POST /v1/completions: no answer within 3 s",
+        redact=Redactor([], home="/home/a", hosts=[]).redact,
+        problems=problems,
+    )
+
+
+@pytest.mark.parametrize("count", [2, 8, 64, 512])
+def test_summary_is_short_for_any_number_of_ranks(count):
+    dumps = [dump(n, "all_reduce" if n != 1 else "build_extension", "main") for n in range(count)]
+    phases = {f"TP{n}": RankPhase("cuda_graph" if n != 1 else "weight_load", 0.0, n % 7, 9) for n in range(count)}
+    lines = {f"TP{n}": [f"[TP{n}] line {i}" for i in range(3)] for n in range(count)}
+    text = summary(words(dumps, phases=phases, lines=lines), "/where/it/is")
+    assert len(text.splitlines()) <= 60
+    assert max(map(len, text.splitlines()[1:])) < 2000
+    assert "TP1" in text
+    assert "build_extension" in text
+    assert "weight_load 1/9" in text
+    assert text.endswith("ended: why it is so\ndumps: /where/it/is")
+    if count > 2:
+        assert "[TP1] line 2" in text
+
+
+def test_every_rank_without_a_stack_says_why_and_ptrace_is_said_once():
+    dumps = [
+        dump(0, "all_reduce"),
+        dump(1, problem="no permission to read its memory", ptrace="refused"),
+        dump(2, problem="traced by pid 9 (strace), which must let go first"),
+        dump(3, "all_reduce", ptrace="refused"),
+    ]
+    text = summary(words(dumps, problems=["the disk is full"]), "x")
+    assert "TP1 (pid 101) has no stack: no permission" in text
+    assert "TP2 (pid 102) has no stack: traced by pid 9" in text
+    assert text.count("SYS_PTRACE") == 1
+    assert "the disk is full" in text
+
+
+def test_spared_server_names_the_tests_own_place():
+    text = summary(words([dump(0, "recv_requests")], kill=False, answers=True), "x")
+    assert "the server answers; the test is stuck in its own code, at stuck_in_test (stuck_in_test.py:7)." in text
+    assert "spared: why it is so" in text
+
+
+def test_stacks_text_reads_back():
+    dumps = [dump(0, "all_reduce", "main"), dump(1, problem="gone"), dump(2, "load (x)", "main")]
+    text = stacks_text(merge([dumps]), [dumps], dump(900, "stuck_in_test"))
+    again = {d.process.pid: d for d in read_dumps(text)}
+    assert [f.name for f in again[100].main.frames] == ["all_reduce", "main"]
+    assert again[102].main.frames[0].name == "load (x)"
+    assert again[1000].main.frames[0].name == "stuck_in_test"
+    assert "# gone" in text
+
+
+HOSTILE = st.text(st.sampled_from("`<>[]()!*\\#\n\t ab\x1b\u202e|_&"), max_size=60)
+
+
+@settings(max_examples=60, deadline=None)
+@given(HOSTILE, HOSTILE, HOSTILE)
+def test_foreign_text_is_no_markup_outside_of_code(one, two, three):
+    judgement = Judgement("hang", None, (), (), (), ((one, two),), 0.5, f"text {three}", ((two, one),))
+    found = words([dump(0, "f", title=f"t{one}")], judgement=judgement, lines={"server": [two, three]}, test=three)
+    page = verdict_page(replace(found, decision=Decision(True, one)))
+    assert "\x1b" not in page
+    assert "\u202e" not in page
+    inside = None
+    outside = []
+    for line in page.splitlines():
+        fence = re.match(r"`{3,}", line)
+        if inside is None and fence and line.endswith("text"):
+            inside = fence[0]
+        elif inside is not None and line == inside:
+            inside = None
+        elif inside is None:
+            outside.append(line)
+    assert inside is None
+    plain = re.sub(r"\\\\|\\[*\[\]`]", "", "\n".join(outside))
+    assert "<" not in plain
+    assert not re.search(r"[`\[\]*]", plain)
