@@ -7,6 +7,7 @@ import shutil
 import signal
 import socket
 import sys
+import tempfile
 import time
 from collections.abc import Sequence
 from contextlib import suppress
@@ -207,7 +208,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         from .launch_vllm import VllmServer as Flavor
     else:
         from .launch_sglang import SglangServer as Flavor  # type: ignore[assignment]
-    options = options._replace(board=board.create(options.tp, named=options.leak_shm))
+    options = options._replace(
+        board=board.create(options.tp, named=options.leak_shm), cache=options.cache or private_cache()
+    )
     try:
         code = Flavor(options, bound).run()
     finally:
@@ -218,6 +221,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     if code < 0:
         os.kill(os.getpid(), -code)
     return code
+
+
+def private_cache() -> str:
+    """Where this server's locks and kernels go, made when first needed; removes those of servers that were killed."""
+    parent = Path(tempfile.gettempdir())
+    for old in parent.glob("gpuserve-sim-*-*"):
+        pid = old.name.split("-")[2]
+        if pid.isdigit() and not Path("/proc", pid).exists():
+            shutil.rmtree(old, ignore_errors=True)  # another user's stays: it is not ours to remove
+    return str(parent / f"gpuserve-sim-{os.getpid()}-{os.urandom(4).hex()}")
 
 
 def bind(host: str, port: int) -> socket.socket:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import argparse
 import os
 import random
-import secrets
-import tempfile
 from collections.abc import Mapping, Sequence
 
 from .arguments import seconds, share, whole
@@ -203,7 +201,6 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
     if given.spec_topk > 1 and given.spec_draft_tokens <= given.spec_steps:
         p.error("--spec-draft-tokens must be above --spec-steps where --spec-topk is above 1")
     cold = given.cold_compile if given.cold_compile is not None else COLD_COMPILE * (axes.get("jit_cache") == "cold")
-    mark = f"{os.getpid()}-{secrets.token_hex(4)}"
     shown = {k: v for k, v in vars(given).items() if v is not None and k not in ("fault", "daemonize")}
     return Options(
         flavor=given.flavor,
@@ -212,7 +209,7 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
         port=given.port,
         model=given.model_path,
         served_model_name=given.served_model_name or given.model_path,
-        cache=given.cache_dir or f"{tempfile.gettempdir()}/gpuserve-sim-{mark}",
+        cache=given.cache_dir or "",
         keep_cache=bool(given.cache_dir),
         leak_shm=given.leak_shm,
         context_length=given.context_length,

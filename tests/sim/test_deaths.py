@@ -117,3 +117,20 @@ def _parent(pid: int) -> int:
 
 def _boards(pid: int) -> list[Path]:
     return list(Path("/dev/shm").glob(f"gpuserve_sim_loads_{pid}-*"))
+
+
+def test_the_next_server_removes_the_files_of_a_killed_one(
+    start: Any, wait_until: Callable[..., Any], tmp_path: Path
+) -> None:
+    killed = start("--tp", "2", "--fault", "flock@serving:rank=1").ready()
+    with pytest.raises(TimeoutError):
+        killed.complete(timeout=0.3)
+    (left,) = tmp_path.glob(f"gpuserve-sim-{killed.pid}-*")
+    running = start("--tp", "2", "--fault", "flock@weight_load:rank=1")
+    running.stuck_in(running.rank(1), "acquire_build_lock")
+    assert left.exists()
+    killed.destroy()
+    assert left.exists()
+    start().ready()
+    assert not left.exists()
+    assert list(tmp_path.glob(f"gpuserve-sim-{running.pid}-*"))
