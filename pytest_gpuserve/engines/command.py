@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import re
-import string
 from collections.abc import Mapping, Sequence
-from typing import Final
 
 from ..errors import EngineError, SpecError
 from ..spec import Scalar, ServerSpec
@@ -14,7 +12,7 @@ from .base import Launch, LogGrammar, ProcessRole, ReadyProbe
 from .titles import common_role
 
 _NEVER = re.compile(rb"(?!)")
-_FIELDS: Final = ("port", "host", "model", "tp", "python")
+_PLACEHOLDER = re.compile(r"\{\{(?P<escaped>[A-Za-z_]\w*)\}\}|\{(?P<name>[A-Za-z_]\w*)\}")
 
 
 class Command:
@@ -62,24 +60,27 @@ class Command:
 
 
 def _fill(word: str, values: Mapping[str, object]) -> str:
-    """Fill in our placeholders; doubled braces are braces, and so is everything that is no placeholder at all."""
-    try:
-        fields = [name for _, name, _, _ in string.Formatter().parse(word) if name is not None]
-    except ValueError:
-        return word  # a lone brace, as in JSON
-    if not fields:
-        return word.replace("{{", "{").replace("}}", "}")
-    if any(not name.isidentifier() for name in fields):
-        return word  # JSON again
-    for name in fields:
+    """Fill in ``{name}``; ``{{name}}`` is ``{name}``, and every other brace (JSON) stays what it is.
+
+    Raises:
+        SpecError: the name is none of ours, or has no value.
+    """
+
+    def value(match: re.Match[str]) -> str:
+        if name := match["escaped"]:
+            return "{" + name + "}"
+        name = match["name"]
         if name not in values:
+            known = ", ".join("{" + key + "}" for key in values)
             raise SpecError(
-                f"command: {word!r} has the unknown placeholder {{{name}}}. Known: "
-                f"{', '.join('{' + field + '}' for field in _FIELDS)}; write {{{{ for a brace."
+                f"command: {word!r} has the unknown placeholder {{{name}}}. Known: {known}; write {{{{{name}}}}} for "
+                f"{{{name}}} itself."
             )
         if values[name] is None:
             raise SpecError(f"command: {word!r} needs a model: add model= to the gpuserve mark.")
-    return word.format(**values)
+        return str(values[name])
+
+    return _PLACEHOLDER.sub(value, word)
 
 
 def _flag(name: str, value: Scalar) -> tuple[str, ...]:

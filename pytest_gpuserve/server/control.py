@@ -6,6 +6,7 @@ import contextlib
 import json
 import os
 import socket
+import struct
 import subprocess
 import sys
 import time
@@ -137,17 +138,18 @@ class Control:
         return reply
 
     def _exchange(self, line: bytes) -> dict[str, Any]:
-        deadline = time.monotonic() + LIMIT
+        limit = struct.pack("ll", int(LIMIT), 0)
         folder = os.open(self.directory, os.O_PATH | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
-                connection.settimeout(LIMIT)
+                # not settimeout: a connect that finds the queue full fails at once then
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_SNDTIMEO, limit)
+                connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, limit)
                 # through the descriptor: the path of a socket may have 107 bytes only
                 connection.connect(f"/proc/self/fd/{folder}/supervisor.sock")
                 connection.sendall(line)
                 data = b""
                 while not data.endswith(b"\n"):
-                    connection.settimeout(max(0.01, deadline - time.monotonic()))
                     chunk = connection.recv(65536)
                     if not chunk or len(data) > _MAX_REPLY:
                         raise OSError("it closed the connection")

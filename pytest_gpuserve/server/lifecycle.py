@@ -10,7 +10,6 @@ import sys
 import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
-from contextlib import suppress
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
@@ -24,7 +23,7 @@ from ..procfs import ProcessId
 from ..spec import ServerSpec
 from ..text import escape
 from . import ports
-from .control import Control
+from .control import Control, sweep_cookie
 from .handle import Server
 from .paths import server_directory
 from .readiness import Waiting, shown_tail, wait
@@ -81,12 +80,13 @@ def start(
     if not cwd.is_dir():
         raise SpecError(f"cwd {spec.cwd!r} is no directory. Correct cwd in the gpuserve mark.")
     ports.reachable(host)
-    held = ports.hold(host, port)
+    attempt = _Attempt(ports.hold(host, port))
     try:
-        launch = engine.launch(spec, host=host, port=held.number, python=python)
+        launch = engine.launch(spec, host=host, port=attempt.port.number, python=python)
         if not launch.argv:
             raise EngineError(f"engine {spec.engine} has no command to start {spec.id}.")
-        record = _record(spec, engine, launch, server_directory(parent, spec), (host, held.number), gpus, python)
+        where = (host, attempt.port.number)
+        record = _record(spec, engine, launch, server_directory(parent, spec), where, gpus, python)
         record.save()
         (record.directory / "markers").mkdir(mode=0o700)
         argv = incident(record.directory, STARTUP_ALARM)
@@ -104,14 +104,13 @@ def start(
             "keep": list(pass_fds),
             "alarms": [alarm],
         }
-        held.hand_over()
-        process, record = _spawn(record, config, pass_fds, limits)
-    except BaseException:
-        held.release()
-        raise
-    control = Control(record.directory, record.supervisor)
-    server = Server(record, control, engine, process, held, limits.grace, limits.dump, incident)
-    try:
+        attempt.port.hand_over()
+        attempt.record = record
+        record = attempt.spawn(config, limits)
+        control = Control(record.directory, record.supervisor)
+        assert attempt.process is not None
+        server = Server(record, control, engine, attempt.process, attempt.port, limits.grace, limits.dump, incident)
+        attempt.server = server
         wait(
             Waiting(
                 record=record,
@@ -126,9 +125,8 @@ def start(
             )
         )
     except BaseException:
-        server.stop(min(limits.grace, 0.5) if server.exit_code() is not None else None)
+        attempt.abandon(limits.grace)
         raise
-    (record.directory / "ready").touch(mode=0o600)  # for the watcher, whatever the log says
     return server
 
 
@@ -185,59 +183,68 @@ def _identity(pid: int) -> list[int]:
     return [pid, found.start if found else 0]  # a start time that nobody has: the supervisor ends the server at once
 
 
-def _spawn(
-    record: ServerRecord, config: Mapping[str, Any], pass_fds: Sequence[int], limits: Limits
-) -> tuple[subprocess.Popen[bytes], ServerRecord]:
-    """Start the supervisor and wait until it has started the server's process.
+@dataclass(slots=True)
+class _Attempt:
+    """What a start has made so far: whatever interrupts it, all of it goes again."""
 
-    Raises:
-        EngineError: there is no such program, or it cannot be executed.
-        ServerStartError: the supervisor did not come up.
-    """
-    path = record.directory / "supervisor.json"
-    path.touch(mode=0o600)
-    path.write_text(json.dumps(config), encoding="utf-8")
-    with open(record.directory / "supervisor.log", "ab", opener=_private) as log:
-        process = subprocess.Popen(
-            [sys.executable, "-S", "-E", str(_SUPERVISOR), str(path)],
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=log,
-            start_new_session=True,  # Ctrl-C of the terminal must not reach it
-            pass_fds=tuple(pass_fds),
-        )
-    try:
-        assert process.stdout is not None
-        limit = limits.startup + limits.dump + 30.0
-        ready, _, _ = select.select([process.stdout], [], [], limit)
-        said = os.read(process.stdout.fileno(), 65536) if ready else b""
+    port: ports.Port
+    record: ServerRecord | None = None
+    process: subprocess.Popen[bytes] | None = None
+    server: Server | None = None
+
+    def spawn(self, config: Mapping[str, Any], limits: Limits) -> ServerRecord:
+        """Start the supervisor and wait until it has started the server's process.
+
+        Raises:
+            EngineError: there is no such program, or it cannot be executed.
+            ServerStartError: the supervisor did not come up.
+        """
+        assert self.record is not None
+        directory = self.record.directory
+        path = directory / "supervisor.json"
+        path.touch(mode=0o600)
+        path.write_text(json.dumps(config), encoding="utf-8")
+        with open(directory / "supervisor.log", "ab", opener=_private) as log:
+            self.process = subprocess.Popen(
+                [sys.executable, "-S", "-E", str(_SUPERVISOR), str(path)],
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=log,
+                start_new_session=True,  # Ctrl-C of the terminal must not reach it
+                pass_fds=config["keep"],
+            )
+        assert self.process.stdout is not None
+        with self.process.stdout as pipe:
+            ready, _, _ = select.select([pipe], [], [], limits.startup + limits.dump + 30.0)
+            said = os.read(pipe.fileno(), 65536) if ready else b""
         found = json.loads(said) if said else {}
-    except BaseException:
-        process.kill()  # its child dies with it
-        process.wait()
-        raise
-    finally:
-        if process.stdout is not None:
-            process.stdout.close()
-    if "pid" in found:
-        supervisor = procfs.process_id(process.pid)
-        record = replace(record, supervisor=supervisor, root=ProcessId(found["pid"], found["start"]))
-        record.save()
-        return process, record
-    if not found:
-        process.kill()
-    with suppress(subprocess.TimeoutExpired):
-        process.wait(30.0)
-    if "error" in found:
-        raise EngineError(
-            f"{record.spec.id} cannot be started: {escape(found['what'])}: {found['error']}. Its command is "
-            f"{escape(' '.join(record.argv), 300)}; change command, python or cwd in the gpuserve mark, or install the "
-            f"engine."
-        )
-    raise ServerStartError(
-        f"the supervisor of {record.spec.id} did not start. {shown_tail(record.directory / 'supervisor.log')}",
-        verdict="infra",
-    )
+        if "error" in found:
+            raise EngineError(
+                f"{self.record.spec.id} cannot be started: {escape(found['what'])}: {found['error']}. Its command is "
+                f"{escape(' '.join(self.record.argv), 300)}; change command, python or cwd in the gpuserve mark, or "
+                f"install the engine."
+            )
+        if not found:
+            raise ServerStartError(
+                f"the supervisor of {self.record.spec.id} did not start. {shown_tail(directory / 'supervisor.log')}",
+                verdict="infra",
+            )
+        supervisor = procfs.process_id(self.process.pid)
+        self.record = replace(self.record, supervisor=supervisor, root=ProcessId(found["pid"], found["start"]))
+        self.record.save()
+        return self.record
+
+    def abandon(self, grace: float) -> None:
+        """End everything; a server that has ended already needs no grace for what it left."""
+        if self.server is not None:
+            self.server.stop(min(grace, 0.5) if self.server.exit_code() is not None else grace)
+        elif self.process is not None and self.record is not None:
+            if self.process.stdout is not None:
+                self.process.stdout.close()
+            self.process.kill()  # the server's process dies with it
+            self.process.wait()
+            sweep_cookie(self.record.cookie, self.record.directory)
+        self.port.release()
 
 
 def _private(path: str, flags: int) -> int:

@@ -136,7 +136,7 @@ class Listener:
         self.socket = socket.socket(socket.AF_UNIX, socket.SOCK_STREAM | socket.SOCK_NONBLOCK)
         self.socket.bind(path)
         os.chmod(path, 0o600)
-        self.socket.listen(CLIENT_LIMIT)
+        self.socket.listen(64)
         loop.watch(self.socket.fileno(), self.accept)
 
     def accept(self) -> None:

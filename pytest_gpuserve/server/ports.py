@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import os
 import random
 import socket
@@ -57,7 +58,8 @@ def hold(host: str, number: int | None = None) -> Port:
     """Hold port ``number``, or a free one.
 
     Raises:
-        ServerStartError: verdict ``port``: it is in use, by whom it says; or no port is free.
+        ServerStartError: verdict ``port``: it is in use, by whom it says; or no port is free. Verdict ``config``:
+            ``host`` is no address of this machine.
     """
     if number is not None:
         port = _try(host, number)
@@ -162,12 +164,19 @@ def _try(host: str, number: int) -> Port | None:
         claim.bind(f"\0pytest-gpuserve/port/{number}")
         # Without SO_REUSEADDR a port that is just being left (TIME_WAIT) would look taken; with it a listener still is.
         bound.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
-        bound.bind((host, number))
+        try:
+            bound.bind((host, number))
+        except OSError as error:
+            if error.errno != errno.EADDRNOTAVAIL:
+                raise
+            raise ServerStartError(f"host {host!r} is no address of this machine.", verdict="config") from error
         if any(listeners(number)):
             raise OSError("somebody listens at another address")
-    except OSError:
+    except (OSError, ServerStartError) as error:
         claim.close()
         bound.close()
+        if isinstance(error, ServerStartError):
+            raise
         return None
     return Port(number, claim, bound)
 

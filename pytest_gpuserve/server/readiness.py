@@ -137,6 +137,7 @@ class _Wait:
         self._seen = len(waiting.control.events())
         self._said = ""
         self._last = "nothing has listened there yet"
+        self._answered = False
 
     def run(self) -> None:
         probe = self._w.probe
@@ -146,6 +147,7 @@ class _Wait:
             body = {"model": self._w.model, **probe.generate}
             self._until(lambda: self._asked("POST", probe.generate_path, body), 1.0)
         self._until(self._listens, 0.25)  # it was ours that answered
+        self._check()  # its first process runs
         self._until(self._disarmed, 0.25)
 
     def _until(self, reached: Callable[[], bool], longest_pause: float) -> None:
@@ -203,11 +205,12 @@ class _Wait:
             answer = connection.getresponse()
             text = answer.read(2000).decode(errors="replace")
         except (OSError, http.client.HTTPException) as error:
-            self._last = f"{method} {path}: {str(error) or type(error).__name__}"
+            if not self._answered:
+                self._last = f"{method} {path}: {str(error) or type(error).__name__}"
             return False
         finally:
             connection.close()
-        self._last = f"{method} {path} answered {answer.status}"
+        self._last, self._answered = f"{method} {path} answered {answer.status}", True
         self._tell(self._last)
         if data is not None and 400 <= answer.status < 500 and answer.status not in (408, 425, 429):
             raise self._error(f"refuses a one-token request: {escape(text, 300)[:600]}", "config")
@@ -224,15 +227,19 @@ class _Wait:
         """Raise when the server cannot become ready any more."""
         alive = self._w.control.alive()  # first: what it did last is in the events then
         events = self._w.control.events(self._seen)
-        found = {event.kind: event for event in reversed(events)}
-        if "fired" in found:
+        first = next((event for event in events if event.kind in ("fired", "exited", "killing")), None)
+        if first and first.kind == "fired":
             self._budget_over()
-        elif "exited" in found:
+        elif first and first.kind == "exited":
             if other := self._intruder():
                 raise self._port_error(other)
-            raise self._error(exit_text(int(found["exited"].data["code"])), "crash", shown_tail(self._record.log))
-        elif "killing" in found:
-            raise self._error(f"was ended ({found['killing'].data['why']})", "infra")
+            what = exit_text(int(first.data["code"]))
+            if first.data["code"] == 0 and processes(self._record):
+                what += " and left processes behind (a server must stay in the foreground: look for a daemon option)"
+            raise self._error(what, "crash", shown_tail(self._record.log))
+        elif first:
+            why = {"owner": "because a process that owns it is gone"}.get(first.data["why"], f"({first.data['why']})")
+            raise self._error(f"was ended {why}", "infra")
         elif not alive:
             raise self._error(lost_supervisor(self._record, self._w.control), "infra")
 

@@ -1,0 +1,318 @@
+"""From launch to ready, and every way not to get there: in time, with the reason, with nothing left."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpuserve.engines import get_engine
+from pytest_gpuserve.engines.base import ReadyProbe
+from pytest_gpuserve.errors import EngineError, ServerStartError, SpecError
+from pytest_gpuserve.server import lifecycle, ports
+from pytest_gpuserve.server.readiness import exit_text, log_tail, shown_tail
+
+Wait = Callable[..., Any]
+
+
+def incident_of(text: str, code: int, verdict: str = "hang") -> Callable[[Path, str], list[str]]:
+    """An incident that says ``text`` and exits with ``code``."""
+
+    def command(directory: Path, reason: str) -> list[str]:
+        entry = {"time": 1, "reason": reason, "incident": "/evidence", "verdict": verdict, "text": text}
+        line = json.dumps(entry) + "\n"
+        return [
+            sys.executable,
+            "-c",
+            f"open({str(directory / 'incidents.jsonl')!r}, 'a').write({line!r}); exit({code})",
+        ]
+
+    return command
+
+
+def test_ready(serve: Any, tagged: Any) -> None:
+    said: list[str] = []
+    server = serve(progress=said.append)
+    assert server.get("/health").text == "ok"
+    assert server.url == f"http://127.0.0.1:{server.port}"
+    assert said[0] == f"port {server.port} is open"
+    assert server.exit_code() is None
+    assert server.control.status()["armed"] == []
+    assert (server.directory.stat().st_mode & 0o777, server.log_path.stat().st_mode & 0o777) == (0o700, 0o600)
+    for name in ("supervisor.json", "server.json", "events.jsonl", "supervisor.log", "supervisor.sock"):
+        assert (server.directory / name).stat().st_mode & 0o077 == 0, name
+
+
+def test_the_environment(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PYTHONPATH", "/from/pytest")
+    monkeypatch.setenv("FROM_PYTEST", "1")
+    server = serve(gpus=("3", "GPU-abc"), spec={"env": {"FROM_SPEC": "2", "PYTHONFAULTHANDLER": "0"}})
+    env = server.get("/env").json()
+    assert env["GPUSERVE_COOKIE"] == server.record.cookie
+    assert env["GPUSERVE_MARKERS"] == str(server.directory / "markers")
+    assert env["CUDA_VISIBLE_DEVICES"] == "3,GPU-abc"
+    assert env["PYTHONPATH"].split(os.pathsep)[1:] == ["/from/pytest"]
+    assert env["PYTHONPATH"].split(os.pathsep)[0].endswith("pytest_gpuserve/diagnose/inject")
+    assert (env["PYTHONUNBUFFERED"], env["PYTHONFAULTHANDLER"]) == ("1", "0")
+    assert (env["FROM_PYTEST"], env["FROM_SPEC"], env["SPT_NOENV"]) == ("1", "2", "1")
+    assert "GPUSERVE_COOKIE" not in os.environ
+
+
+@pytest.mark.parametrize(
+    ("what", "text"),
+    [
+        ("exit-after-said=3", "exited with code 3"),
+        ("exit=0", "exited with code 0"),
+        ("kill-self=9", "was killed by SIGKILL (signal 9), not by us"),
+        ("daemonize", "exited with code 0"),
+    ],
+)
+def test_an_exit_is_told_at_once(serve: Any, tagged: Any, what: str, text: str) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ServerStartError) as caught:
+        serve("say=first words", what)
+    assert time.monotonic() - begin < 5.0  # 2 s promised
+    assert text in str(caught.value)
+    assert caught.value.verdict == "crash"
+    assert "first words" in str(caught.value)
+    assert tagged.alive() == {}
+    if what.startswith("exit-after"):
+        assert "last words" in str(caught.value)
+        assert "\x1b" not in str(caught.value)
+        assert "\x07" not in str(caught.value)
+
+
+def test_what_a_crashed_server_left_goes_with_it(serve: Any, tagged: Any) -> None:
+    with pytest.raises(ServerStartError, match="exited with code 5"):
+        serve("escape", "child", "exit=5")
+    assert tagged.alive() == {}
+
+
+@pytest.mark.parametrize(
+    ("command", "text"),
+    [
+        (["/no/such/program", "{port}"], "/no/such/program: No such file or directory"),
+        (["no-such-program-anywhere"], "no-such-program-anywhere: No such file or directory"),
+        (["/dev/null"], "/dev/null: Permission denied"),
+    ],
+)
+def test_a_program_that_cannot_be_run(serve: Any, command: list[str], text: str) -> None:
+    with pytest.raises(EngineError) as caught:
+        serve(spec={"command": command})
+    assert text in str(caught.value)
+    assert "change command" in str(caught.value)
+
+
+def test_a_file_that_is_no_program(serve: Any, tmp_path: Path) -> None:
+    program = tmp_path / "program"
+    program.write_bytes(b"\x7fELF nonsense")
+    program.chmod(0o755)
+    with pytest.raises(EngineError, match="Exec format error"):
+        serve(spec={"command": [str(program)]})
+
+
+def test_a_directory_that_is_none(serve: Any) -> None:
+    with pytest.raises(SpecError, match="cwd '/no/such/place' is no directory"):
+        serve(spec={"cwd": "/no/such/place"})
+
+
+@pytest.mark.parametrize("what", ["hang", "deaf", "gil", "kill-self=19"])
+def test_the_budget(serve: Any, tagged: Any, what: str) -> None:
+    with pytest.raises(ServerStartError) as caught:
+        serve("say=loading", what, startup=0.8, incident=incident_of("rank 3 is to blame", 0))
+    assert "rank 3 is to blame\nEvidence: /evidence" in str(caught.value)
+    assert "start-up budget of 0.8 s (startup_timeout)" in str(caught.value)
+    assert (caught.value.verdict, caught.value.incident) == ("hang", "/evidence")
+    assert tagged.alive() == {}
+
+
+def test_the_budget_without_an_incident(serve: Any, tagged: Any) -> None:
+    with pytest.raises(ServerStartError, match="No incident was written") as caught:
+        serve("say=loading", "hang", startup=0.5)
+    assert caught.value.verdict == "hang"
+    assert "loading" in str(caught.value)
+    assert tagged.alive() == {}
+
+
+def test_a_spared_server_gets_another_budget(serve: Any) -> None:
+    """Soft mode: reported, not ended."""
+    said: list[str] = []
+    incident = incident_of("slow", 75, "slow")
+    server = serve("sleep=1.5", startup=0.6, incident=incident, progress=said.append)
+    assert server.get("/health").status_code == 200
+    assert "the start-up budget is over; the server is spared" in said
+    assert [entry["verdict"] for entry in server.incidents()][:1] == ["slow"]
+
+
+def test_interrupting_the_wait_ends_the_server(serve: Any, tagged: Any, wait_for: Wait) -> None:
+    def interrupt() -> None:
+        wait_for(tagged.alive)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        serve("ignore-term", "child", "hang")
+    thread.join()
+    assert tagged.alive() == {}
+
+
+# The port
+
+
+def test_a_given_port_in_use_names_the_holder(serve: Any, tagged: Any) -> None:
+    with socket.socket() as other:
+        other.bind(("127.0.0.1", 0))
+        other.listen()
+        port = other.getsockname()[1]
+        begin = time.monotonic()
+        with pytest.raises(
+            ServerStartError, match=f"port {port} of 127.0.0.1 is in use by pid {os.getpid()} "
+        ) as caught:
+            serve(port=port)
+        assert time.monotonic() - begin < 2.0
+        assert caught.value.verdict == "port"
+        assert tagged.alive() == {}
+
+
+def test_a_stale_server_on_the_port_is_never_taken_for_ours(
+    serve: Any, spec: Any, tagged: Any, programs: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It came between our look and the server's own bind, and it answers everything with 200."""
+    stale: list[subprocess.Popen[bytes]] = []
+    hand_over = ports.Port.hand_over
+
+    def late(self: ports.Port) -> None:
+        hand_over(self)
+        argv = [sys.executable, str(programs / "serve.py"), str(self.number), "stale-server"]
+        stale.append(subprocess.Popen(argv))
+        while not list(ports.listeners(self.number)):
+            time.sleep(0.01)
+
+    monkeypatch.setattr(ports.Port, "hand_over", late)
+    try:
+        for what in (("hang",), ()):  # one that has not bound yet, one that dies of it
+            with pytest.raises(ServerStartError) as caught:
+                serve(*what)
+            assert caught.value.verdict == "port"
+            assert f"pid {stale[-1].pid} (" in str(caught.value)
+            assert "stale-server" in str(caught.value)
+            assert tagged.alive() == {}
+    finally:
+        for process in stale:
+            process.kill()
+            process.wait()
+
+
+def test_other_hosts(serve: Any) -> None:
+    begin = time.monotonic()
+    with pytest.raises(ServerStartError, match=r"192.0.2.1.* is no address of this machine") as caught:
+        serve(host="192.0.2.1")
+    assert caught.value.verdict == "config"
+    assert time.monotonic() - begin < 2.0
+    server = serve(host="0.0.0.0")
+    assert server.url == f"http://127.0.0.1:{server.port}"
+
+
+# The probe
+
+
+class Probing:
+    """The command engine with a one-token probe."""
+
+    def __init__(self, path: str, ready: str = "/health") -> None:
+        self._probe = ReadyProbe(ready, path, {"max_tokens": 1})
+
+    def ready(self, spec: object) -> ReadyProbe:
+        return self._probe
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_engine("command"), name)
+
+
+@pytest.mark.parametrize(("status", "verdict"), [(200, None), (404, "config"), (500, "hang"), (429, "hang")])
+def test_the_one_token_probe(
+    serve: Any, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, spec: Any, status: int, verdict: str | None
+) -> None:
+    def start() -> lifecycle.Server:
+        return lifecycle.start(
+            spec(),
+            Probing(f"/status/{status}"),
+            parent=tmp_path,
+            limits=lifecycle.Limits(startup=1.5, grace=0.5, dump=5),
+            incident=lambda directory, reason: [],
+        )
+
+    if verdict is None:
+        start().stop()
+    else:
+        with pytest.raises(ServerStartError, match=f"/status/{status} answered {status}") as caught:
+            start()
+        assert caught.value.verdict == verdict
+
+
+def test_a_ready_path_that_is_never_200_is_named(serve: Any) -> None:
+    with pytest.raises(ServerStartError, match="GET /nowhere answered 404"):
+        serve(startup=1.0, spec={"ready": "/nowhere"})
+
+
+# The log
+
+
+@pytest.mark.parametrize("what", ["binary", "long-line=100", "endless"])
+def test_logs_of_all_kinds(serve: Any, what: str) -> None:
+    server = serve(what)
+    begin = time.monotonic()
+    assert len(server.log_tail(50)) <= 64 << 10
+    assert len(shown_tail(server.log_path)) < 20 * 310 + 500
+    assert time.monotonic() - begin < 1.0
+    server.stop()
+
+
+def test_the_tail(tmp_path: Path) -> None:
+    log = tmp_path / "log"
+    assert log_tail(log) == ""
+    log.write_bytes(b"")
+    assert log_tail(log) == ""
+    log.write_bytes(b"one\n\x1b[1mtwo\x1b[0m\nbar 1%\rbar 50%\rbar 100%\r\n\xff\xfethree\n\n\n")
+    assert log_tail(log) == "one\ntwo\nbar 100%\n\ufffd\ufffdthree"
+    assert log_tail(log, 1) == "\ufffd\ufffdthree"
+    assert "\\x1b" not in shown_tail(log)
+    log.write_bytes(b"a" * 300_000 + b"\nend")
+    assert log_tail(log, 1) == "end"
+
+
+def test_exit_texts() -> None:
+    assert exit_text(0) == "exited with code 0"
+    assert exit_text(-11) == "was killed by SIGSEGV (signal 11), not by us"
+    assert exit_text(-99) == "was killed by signal 99, not by us"
+
+
+def test_leases_stay_open_until_nothing_is_left(serve: Any, tagged: Any, tmp_path: Path, wait_for: Wait) -> None:
+    """The supervisor keeps the descriptors, the server does not get them."""
+    import fcntl
+
+    lock = os.open(tmp_path / "lease", os.O_RDWR | os.O_CREAT)
+    fcntl.flock(lock, fcntl.LOCK_EX)
+    server = serve(pass_fds=(lock,))
+    os.close(lock)
+    other = os.open(tmp_path / "lease", os.O_RDWR)
+    try:
+        with pytest.raises(BlockingIOError):
+            fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        held = [str(entry.readlink()) for entry in Path(f"/proc/{server.record.root.pid}/fd").iterdir()]
+        assert str(tmp_path / "lease") not in held
+        server.stop()
+        fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    finally:
+        os.close(other)
