@@ -6,6 +6,7 @@
 from __future__ import annotations
 
 import argparse
+import json
 import os
 import sys
 import traceback
@@ -19,8 +20,8 @@ from .taking import Incident, Request, Taking
 
 __all__ = ["EXIT_KILL", "EXIT_SPARE", "LIMIT", "Decision", "Incident", "command", "main", "record_incident"]
 
-LIMIT = 22.0
-"""Seconds for everything, where the caller names no other; the supervisor's own limit is above it."""
+LIMIT = 21.0
+"""Seconds for everything, where nobody names another."""
 
 
 def command(
@@ -56,20 +57,30 @@ def record_incident(
     test: str | None = None,
     after: float | None = None,
     soft: bool = False,
-    limit: float = LIMIT,
+    limit: float | None = None,
     rounds: int = 3,
     leave: Callable[[int], object] | None = None,
 ) -> Incident:
     """Take an incident of the server in ``directory``.
 
-    ``leave(exit code)`` is called, in another thread, when the time is over before the work is.
+    ``limit``: seconds; None: well below what the supervisor gives its dumps. ``leave(exit code)`` is called, in another
+    thread, when that time is over before the work is.
 
     Raises:
         GpuserveError: there is no record of a server.
         OSError: nothing can be written, not even in the server's own directory.
     """
-    request = Request(reason, test, after, soft, limit, rounds)
+    request = Request(reason, test, after, soft, usual_limit(directory) if limit is None else limit, rounds)
     return Taking(load(directory), artifacts, request, leave).run()
+
+
+def usual_limit(directory: Path) -> float:
+    """0.7 of what the supervisor gives a dump of this server: the plugin arms its alarms with 0.8 of it."""
+    try:
+        alarms = json.loads((directory / "supervisor.json").read_bytes())["alarms"]
+        return 0.7 * min(float(alarm["limit"]) for alarm in alarms)
+    except (OSError, ValueError, KeyError, TypeError):
+        return LIMIT
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -80,7 +91,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--reason", required=True)
     parser.add_argument("--test")
     parser.add_argument("--after", type=float)
-    parser.add_argument("--limit", type=float, default=LIMIT)
+    parser.add_argument("--limit", type=float)
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--soft", action="store_true")
     given = parser.parse_args(argv)

@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 from ..diagnose.evidence import Evidence
 from ..diagnose.merge import Merged, format_ranks
@@ -199,11 +200,17 @@ def _machine_lines(words: Words) -> list[str]:
     return lines
 
 
+_LIBRARY = re.compile(r"/lib(?:64)?/python[\d.]+/|/(?:site|dist)-packages/|^<")
+_OURS = f"{Path(__file__).parents[1]}/"
+
+
 def _owner_place(words: Words) -> str:
+    """Where in the user's own code the test is: the innermost frame that is of no library."""
     main = words.owner.main if words.owner else None
-    if main is None:
-        return ""
-    frame = next((f for f in main.frames if not f.native), None)
+    frames = [f for f in main.frames if not f.native] if main else []
+    frame = next(
+        (f for f in frames if not (_LIBRARY.search(f.file) or f.file.startswith(_OURS))), frames[0] if frames else None
+    )
     return words.line(f", at {frame.name} ({frame.file.rpartition('/')[2]}:{frame.line or '?'})") if frame else ""
 
 

@@ -117,7 +117,7 @@ class Taking:
         scene.rounds = [gather.name_the_dead(scene.rounds[0], scene)]
         self._write_log_tail()
         self._conclude(complete=False)
-        self._further_rounds()
+        self._further_rounds(probe)
         if probe is not None:
             self._probe = probe.get(self._patience + 0.5)
             scene.answers = self._probe.answers if self._probe else None
@@ -186,8 +186,12 @@ class Taking:
         found = gather.name_the_dead([d for d in dumps if d.process != record.owner], self._scene)
         self._scene.rounds = [*self._scene.rounds, found]
 
-    def _further_rounds(self) -> None:
+    def _further_rounds(self, probe: Later[Probe | None] | None) -> None:
+        """Unless it is known to be healthy, or time is short."""
         first = self._scene.rounds[0]
+        seen = probe.get(0.0) if probe is not None and self._scene.reason != "manual" else None
+        if seen is not None and seen.answers:
+            return
         slowest = max((d.seconds for d in first), default=0.0)
         for number in range(1, self._request.rounds):
             pause = max(0.0, self._began + number * _BETWEEN - time.monotonic())

@@ -205,3 +205,11 @@ def test_connection_of_the_tests_process_is_seen(fake):
     with socket.create_connection(("127.0.0.1", server.port)):
         assert probe.connections(os.getpid(), server.port) == 1
     assert probe.connections(os.getpid(), server.port) == 0
+
+
+def test_limit_stays_below_the_supervisors(tmp_path):
+    from pytest_gpuserve.report.incident import LIMIT, usual_limit
+
+    assert usual_limit(tmp_path) == LIMIT
+    (tmp_path / "supervisor.json").write_text(json.dumps({"alarms": [{"name": "startup_budget", "limit": 10.0}]}))
+    assert usual_limit(tmp_path) == 7.0

@@ -24,8 +24,6 @@ from pytest_gpuserve.server.record import ServerRecord
 from pytest_gpuserve.spec import ServerSpec
 from pytest_gpuserve.watch.phases import RankPhase
 
-STDLIB = "/usr/lib/python3.12/"
-
 
 def dump(number, *names, problem=None, state="S", title=None, **facts):
     frames = tuple(Frame(name, f"/srv/app/{name}.py", 7) for name in names)
@@ -90,7 +88,12 @@ def test_every_rank_without_a_stack_says_why_and_ptrace_is_said_once():
 
 
 def test_spared_server_names_the_tests_own_place():
-    text = summary(words([dump(0, "recv_requests")], kill=False, answers=True), "x")
+    found = words([dump(0, "recv_requests")], kill=False, answers=True)
+    library = (Frame("sleep", "/usr/lib/python3.12/time.py", 1), Frame("get", "/v/site-packages/requests/api.py", 2))
+    main = found.owner.threads[0]
+    text = summary(
+        replace(found, owner=replace(found.owner, threads=(replace(main, frames=library + main.frames),))), "x"
+    )
     assert "the server answers; the test is stuck in its own code, at stuck_in_test (stuck_in_test.py:7)." in text
     assert "spared: why it is so" in text
 
