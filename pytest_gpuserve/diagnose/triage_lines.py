@@ -1,0 +1,142 @@
+"""One line of a server's log: which process and rank wrote it, when, at which level, and what it says."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import Final
+
+from ..engines.base import LogGrammar, Rank
+
+LONGEST = 1 << 16
+"""Bytes of one line that are looked at; the rest of a longer one is passed over."""
+
+_ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
+GLUED: Final = re.compile(
+    rb"(?<=[\]s])(?=\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\([A-Za-z_]\w* (?:rank=\d+ )?pid=\d+)"
+    rb"|(?<=.)(?=\[rank\d+\]:\[[EWIF]\d)"
+)
+"""Where a record follows a progress bar that had no newline."""
+
+_OUTER = re.compile(
+    r"(?:[\w.-]+ +\| )?"  # docker compose
+    r"(?:\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d)? )?"  # kubectl, GitHub Actions
+    r"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d+ (?:- [\w.:]+ )*- (?P<level>[A-Z]{4,8}) - )?"  # Python's logging, relayed
+)
+_BRACKET = re.compile(r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?(?P<tags>(?: [A-Z_]+\d+)*)\] ?")
+_PROCESS = re.compile(r"\((?P<name>[A-Za-z_][\w.:-]*)(?P<rank> rank=\d+)? pid=(?P<pid>\d+)(?:, ip=[\d.a-f:]+)?\) ?")
+_TORCH = re.compile(
+    r"(?:\[(?:rank(?P<rank>\d+)|default\d+)\]: ?)?"
+    r"(?:\[?(?P<level>[EWIF])\d{3,4} \d\d:\d\d:\d\d[.\d]* (?:\d+ )?[^\]\s]+:\d+\] ?)?"
+)
+_LEVEL = re.compile(
+    r"(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)(?:: +| +(?P<time>\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)? "
+    r"\[?[\w./<>-]+:\d+\] ?)"
+)
+_CLOCK = re.compile(r"\b(?:(?:(\d{4})-)?(\d\d)-(\d\d)[ T])?(\d\d):(\d\d):(\d\d)\b")
+_TAG = re.compile(r"(DP|PP|TP|EP)(\d+)")
+_MEMBER = re.compile(r"_(DP|PP|TP|EP)(\d+)")
+
+
+@dataclass(frozen=True, slots=True)
+class Line:
+    """A record, or one piece of a line that carriage returns divide.
+
+    Attributes:
+        number: of the line in the file, from 1, as an editor counts (newlines only).
+        text: the message without its prefixes, indentation kept.
+        raw: all of it, decoded; terminal colours removed, nothing else.
+        stream: who wrote it, as far as the prefix tells; "" without a prefix.
+        rank: label of the rank, or None.
+        level: first letter of the level (D I W E C F), or "".
+    """
+
+    number: int
+    text: str
+    raw: str
+    stream: str = ""
+    rank: str | None = None
+    level: str = ""
+
+    @property
+    def error(self) -> bool:
+        return self.level in ("E", "C", "F")
+
+
+def plain(line: bytes) -> bytes:
+    """Without terminal colours and other escape sequences."""
+    return _ANSI.sub(b"", line) if b"\x1b" in line else line
+
+
+def pieces(line: bytes) -> Iterator[bytes]:
+    """The records in one line: progress bars end in a carriage return or in nothing at all."""
+    for part in line.split(b"\r"):
+        if len(part) > 40 and (b"[rank" in part or b"pid=" in part or b"[2" in part):
+            yield from GLUED.split(part)
+        elif part or b"\r" not in line:
+            yield part
+
+
+def parse(number: int, raw: bytes, grammar: LogGrammar | None = None) -> Line:
+    """Take one record apart. ``grammar`` decides which rank wrote it; without one the usual tags do."""
+    text = whole = raw[:LONGEST].decode("utf-8", "replace")
+    if text.startswith('{"log":'):
+        text = _docker(text)
+    stream, rank, level = "", None, ""
+    if (match := _OUTER.match(text)) and match.end():
+        text, level = text[match.end() :], (match["level"] or "")[:1]
+    if match := _BRACKET.match(text):
+        text, stream = text[match.end() :], match["tags"].strip() or "main"
+        rank = _label(_TAG.findall(match["tags"]))
+    while match := _PROCESS.match(text):
+        text, stream = text[match.end() :], f"{match['name']} {match['pid']}"
+        rank = _label(_MEMBER.findall(match["name"])) or (f"TP{match['rank'][6:]}" if match["rank"] else rank)
+    if (match := _TORCH.match(text)) and match.end():
+        text, level = text[match.end() :], match["level"] or level
+        if match["rank"]:
+            stream, rank = f"rank{match['rank']}", f"TP{match['rank']}"
+    if match := _LEVEL.match(text):
+        text, level = text[match.end() :], match["level"][:1]
+    if grammar is not None and (found := rank_of(raw[:LONGEST], grammar)):
+        rank = found
+    return Line(number, text, whole, stream, rank, level)
+
+
+def rank_of(raw: bytes, grammar: LogGrammar) -> str | None:
+    """The label of the rank that wrote a line, or None when it carries no tag."""
+    match = grammar.rank.search(raw)
+    if match is None:
+        return None
+    groups = match.groupdict()
+    numbers = {name: int(groups[name]) for name in ("tp", "pp", "dp", "ep") if groups.get(name)}
+    label = Rank(**numbers).label if numbers else "?"
+    return None if label == "?" else label
+
+
+def clock(text: str) -> str | None:
+    """The time a record carries, as it is written there."""
+    match = _CLOCK.search(text[:120])
+    return match.group() if match else None
+
+
+def seconds(time: str | None) -> float | None:
+    """A comparable clock: seconds since the year began, or of the day when the record names no day."""
+    match = _CLOCK.fullmatch(time) if time else None
+    if match is None:
+        return None
+    _, month, day, hour, minute, second = (int(value or 0) for value in match.groups())
+    return ((month * 31 + day) * 24 + hour) * 3600 + minute * 60 + second
+
+
+def _label(tags: list[tuple[str, str]]) -> str | None:
+    numbers = {name.lower(): int(value) for name, value in tags}
+    return Rank(**numbers).label if numbers else None
+
+
+def _docker(text: str) -> str:
+    try:
+        return str(json.loads(text)["log"]).rstrip("\n")
+    except (ValueError, KeyError, TypeError):
+        return text

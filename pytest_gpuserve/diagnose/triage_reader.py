@@ -1,0 +1,154 @@
+"""A log in, the sessions in it out: blocks of whole lines, lines of one shape looked at once, launches told apart."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterable, Iterator
+from typing import Final
+
+from ..engines import engine_names, get_engine
+from ..engines.base import LogGrammar
+from ..errors import EngineError
+from .triage_lines import LONGEST, plain
+from .triage_rules import EngineMarks, Rules
+from .triage_session import Session
+
+_DIGITS: Final = b"0123456789"
+_SEARCHED: Final = 16
+"""Blocks in which the marks of an engine are looked for."""
+_KEPT: Final = 20
+"""Earlier launches in one log that are remembered."""
+
+
+class Reader:
+    """Reads one log. ``source`` is its number among those read together; ``engine`` is set when the user named it."""
+
+    def __init__(self, rules: Rules, source: int, engine: str | None = None) -> None:
+        self.rules = rules
+        self.source = source
+        self.sessions: list[Session] = []
+        self._forced = engine
+        self._blocks = 0
+        self._line = 0
+        self._launches = tuple((marks, re.compile(marks.launch.pattern.encode())) for marks in rules.engines)
+        self._start(None)
+
+    @property
+    def session(self) -> Session:
+        """The launch that is being read: the last one of the log at its end."""
+        return self.sessions[-1]
+
+    def read(self, chunks: Iterable[bytes]) -> None:
+        """Read the whole log. Memory does not grow with it, nor with its longest line."""
+        for block, whole in _blocks(chunks):
+            self._block(plain(block), whole)
+        self.session.finish()
+        if self.session.phases:
+            self.session.phases.finish(0.0)
+
+    def _start(self, marks: EngineMarks | None) -> None:
+        if self.sessions:
+            self.session.finish()
+            del self.sessions[:-_KEPT]
+        self.sessions.append(Session(self.rules, self.source, self._line + 1))
+        name = self._forced or (marks.name if marks else None)
+        if name is not None:
+            self._use(name)
+
+    def _use(self, name: str) -> None:
+        marks = next((found for found in self.rules.engines if found.name == name), None)
+        self.session.use(name, marks, grammar_of(name))
+
+    def _block(self, block: bytes, whole: bool) -> None:
+        self._blocks += 1
+        begin = 0
+        for at, marks in self._cuts(block):
+            self._part(block[begin:at], whole)
+            if self.session.steps or self.session.complaints:
+                self._start(marks)
+            begin = at
+        self._part(block[begin:], whole)
+
+    def _cuts(self, block: bytes) -> list[tuple[int, EngineMarks]]:
+        """Where a line stands that an engine prints once a launch."""
+        found = ((match.start(), marks) for marks, launch in self._launches for match in launch.finditer(block))
+        return sorted(((block.rfind(b"\n", 0, at) + 1, marks) for at, marks in found), key=lambda cut: cut[0])
+
+    def _part(self, part: bytes, whole: bool) -> None:
+        if not part:
+            return
+        session = self.session
+        if self._blocks <= _SEARCHED:
+            self._recognise(part)
+        if session.phases is not None:
+            session.phases.feed(part, 0.0)
+        feed = session.feed
+        number = self._line
+        lines = part.split(b"\n")
+        if not lines[-1]:
+            lines.pop()
+        for line, shape in zip(lines, part.translate(None, _DIGITS).split(b"\n"), strict=False):
+            number += 1
+            if b"\r" in line:
+                for piece in line.split(b"\r"):
+                    feed(number, piece, piece.translate(None, _DIGITS))
+            else:
+                feed(number, line, shape)
+        self._line = number if whole else number - 1
+
+    def _recognise(self, part: bytes) -> None:
+        session = self.session
+        text = part.decode("utf-8", "replace")
+        if session.marks is not None:
+            session.recognised = session.recognised or bool(session.marks.marks.search(text))
+        elif session.engine is None:
+            votes = [(len(set(marks.marks.findall(text))), marks) for marks in self.rules.engines]
+            most, best = max(votes, key=lambda vote: vote[0])
+            if most:
+                self._use(best.name)
+                session.recognised = True
+        if session.version is None and session.marks is not None:
+            for pattern in session.marks.version:
+                if match := pattern.search(text):
+                    session.version = match[1]
+                    break
+        session.stack = session.stack or bool(self.rules.stack.search(text))
+
+
+def grammar_of(name: str) -> LogGrammar | None:
+    """The log grammar of an engine, or None when no adapter of that name is installed."""
+    if name not in engine_names():
+        return None
+    try:
+        return get_engine(name).grammar
+    except (EngineError, ImportError, AttributeError):
+        return None
+
+
+def _blocks(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+    """Blocks of whole lines, as many as fit (True), and parts of a line that goes on (False).
+
+    A long line is cut at its carriage returns, so that progress bars are read however long they grow; of any other
+    endless line the first part is read, and nothing more until it ends.
+    """
+    rest, dropping = b"", False
+    for chunk in chunks:
+        begin = 0
+        if dropping:
+            begin = chunk.find(b"\n") + 1
+            if not begin:
+                continue
+            dropping = False
+        data = rest + chunk if rest else chunk[begin:]
+        cut = data.rfind(b"\n") + 1
+        if cut:
+            yield data[:cut], True
+        rest = data[cut:]
+        if len(rest) > LONGEST and (cut := rest.rfind(b"\r") + 1):
+            yield rest[:cut], False
+            rest = rest[cut:]
+        if len(rest) > LONGEST:
+            yield rest[:LONGEST] + b"\n", True
+            rest, dropping = b"", True
+    if rest:
+        yield rest, True
