@@ -59,6 +59,20 @@ def parse_metrics(text: str) -> list[Sample]:
     return found
 
 
+def _lost() -> tuple[type[requests.RequestException], ...]:
+    """What requests raises for a server that is gone, or silent."""
+    import requests
+
+    return (requests.ConnectionError, requests.Timeout, requests.exceptions.ChunkedEncodingError)
+
+
+def _silent(error: Exception) -> bool:
+    """Whether it is a timeout; requests calls one in the middle of an answer a ConnectionError."""
+    import requests
+
+    return isinstance(error, requests.Timeout) or "Read timed out" in str(error)
+
+
 def _unescape(match: re.Match[str]) -> str:
     return "\n" if match[1] == "n" else match[1]
 
@@ -137,33 +151,26 @@ class Server:
         try:
             with watched:
                 response = self._session.request(method, self.url + path, **options)
-        except requests.Timeout as error:
-            raise self._timed_out(error, since) from error
-        except requests.ConnectionError as error:
-            raise self._broken(error, since) from error
+        except _lost() as error:
+            raise (self._timed_out if _silent(error) else self._broken)(error, since) from error
         if options.get("stream"):
             self._guard(response, since)
         return response
 
     def _guard(self, response: requests.Response, since: int) -> None:
         """A streamed answer breaks, or stops, where the test reads it: it gets the same errors there."""
-        import requests
-
         read = response.iter_content
 
         def iter_content(*args: Any, **options: Any) -> Iterator[Any]:
             try:
                 with self._requests.one():
                     yield from read(*args, **options)
-            except requests.exceptions.ChunkedEncodingError as error:
-                raise self._broken(error, since) from error
-            except requests.ConnectionError as error:
-                silent = "timed out" in str(error).lower()  # requests has no Timeout for the body of an answer
-                raise (self._timed_out if silent else self._broken)(error, since) from error
+            except _lost() as error:
+                raise (self._timed_out if _silent(error) else self._broken)(error, since) from error
 
         response.iter_content = iter_content  # type: ignore[method-assign]
 
-    def _broken(self, error: Exception, since: int) -> Exception:
+    def _broken(self, error: requests.RequestException, since: int) -> Exception:
         """What a broken connection means: look, for a moment, whether the server has ended and why."""
         self.control.wait(lambda events: any(e.kind in ("killing", "exited") for e in events[since:]), 1.0)
         return self._fate(since) or error
@@ -203,7 +210,7 @@ class Server:
             incident=directory,
         )
 
-    def _timed_out(self, error: Exception, since: int) -> Exception:
+    def _timed_out(self, error: requests.RequestException, since: int) -> Exception:
         """A request ran into its timeout: take an incident, which decides whether the server is to blame."""
         if fate := self._ended():
             return fate
@@ -218,8 +225,11 @@ class Server:
                 return fate
             self._spared_at = time.monotonic()
         found = self.incidents()
-        where = f"; the server was found healthy, evidence: {found[-1].get('incident')}" if found else ""
-        return type(error)(f"{error}{where}")
+        last = found[-1] if found else {}
+        where = (
+            f"; the server was spared (verdict {last.get('verdict')}), evidence: {last.get('incident')}" if last else ""
+        )
+        return type(error)(f"{error}{where}", request=error.request, response=error.response)
 
     def _ended(self) -> ServerError | None:
         return self._fate(0) if self.control.last("killing", "exited") or not self.control.alive() else None

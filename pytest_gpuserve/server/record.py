@@ -127,27 +127,30 @@ def load(directory: Path) -> ServerRecord:
 
 def processes(record: ServerRecord) -> list[procfs.Stat]:
     """The live tree, parents before children: descendants of the supervisor, carriers of the cookie and descendants of
-    those, less the supervisor and what it runs for itself (its session is its own; the server's are others)."""
+    those, less the supervisor and what it runs for itself (its session is its own; the server's are others).
+
+    The environment is read only where it must be: that can block on a process stuck in a driver.
+    """
     table = procfs.snapshot()
-    supervisor = record.supervisor
+    supervisor, root, oldest = record.supervisor, record.root, record.owner.start
     present = supervisor is not None and (found := table.get(supervisor.pid)) is not None and found.id == supervisor
     session = supervisor.pid if present and supervisor else -1
-    roots = set(procfs.descendants(session, table)) if present else set()
-    own = {pid for pid, entry in table.items() if entry.session == session}
-    alarm = set()
-    for pid in table.keys() - own:
+    family = procfs.descendants(session, table) if present else []
+    hidden = {pid for pid, entry in table.items() if entry.session == session}
+    roots = set(family) - hidden
+    for pid, entry in table.items():
+        plain = pid in roots and root is not None and entry.session == root.pid
+        if pid in hidden or plain or entry.start < oldest:
+            continue
         environment = procfs.environ(pid)
         if environment.get(procfs.COOKIE_VARIABLE) == record.cookie:
             roots.add(pid)
         elif environment.get(ALARM_VARIABLE) == record.cookie:
-            alarm.add(pid)
-    hidden = own | alarm
-    for pid in alarm:
-        hidden.update(procfs.descendants(pid, table))
+            hidden.update([pid, *procfs.descendants(pid, table)])
     members = set(roots)
-    for pid in roots:
+    for pid in roots.difference(family):
         members.update(procfs.descendants(pid, table))
-    order = {pid: n for n, pid in enumerate(procfs.descendants(session, table) if present else ())}
+    order = {pid: n for n, pid in enumerate(family)}
     live = [table[pid] for pid in members - hidden if table[pid].alive]
     return sorted(live, key=lambda entry: (order.get(entry.pid, len(order)), entry.start, entry.pid))
 

@@ -106,10 +106,12 @@ def scan(supervisor: int, root: int, cookie: str, skip: Collection[int], dumping
     What lives in the supervisor's session or carries the mark is an alarm's: hidden while one runs (``dumping``),
     else a leftover that must go too. Zombies are nobody. ``supervisor`` is -1 where there is none any more.
     """
-    processes = table()
+    processes, oldest = table(), int(cookie.split(":")[1])  # start time of the owner, who made the cookie
     own = {p.pid for p in processes.values() if p.session == supervisor}
     carriers, marked = set(), set()
     for pid in processes.keys() - own:
+        if processes[pid].start < oldest:
+            continue
         entries = look(pid, "environ", skip).split(b"\0")
         if f"{COOKIE}={cookie}".encode() in entries:
             carriers.add(pid)

@@ -82,6 +82,13 @@ def test_a_streamed_answer_that_stops(serve: Any, incidents: Incidents) -> None:
     assert incidents.reasons[-1] == "request_timeout"
 
 
+def test_an_answer_that_stops(serve: Any, incidents: Incidents) -> None:
+    server = serve(incident=incidents)
+    with pytest.raises(ServerHungError, match="TP3 waits"):
+        server.get("/drip", timeout=0.5)
+    assert incidents.reasons[-1] == "request_timeout"
+
+
 def test_an_exit_under_a_request(serve: Any) -> None:
     server = serve("say=last words")
     with pytest.raises(ServerExitedError, match="exited with code 7") as caught:
@@ -111,7 +118,7 @@ def test_a_request_out_of_time_takes_an_incident_that_blames_the_server(
 def test_a_request_out_of_time_at_a_healthy_server(serve: Any, incidents: Incidents) -> None:
     server = serve(incident=incidents)
     incidents.code, incidents.verdict = 75, "slow"
-    with pytest.raises(requests.ReadTimeout, match="found healthy, evidence: /evidence"):
+    with pytest.raises(requests.ReadTimeout, match=r"was spared \(verdict slow\), evidence: /evidence"):
         server.get("/silent", timeout=0.3)
     with pytest.raises(requests.ReadTimeout, match="/evidence"):
         server.get("/silent", timeout=0.3)
