@@ -1,0 +1,276 @@
+"""What a finished matrix proves."""
+
+from __future__ import annotations
+
+import importlib.util
+import itertools
+import json
+import sys
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import ModuleType
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpuserve.isolation.conclude import SURE, CellResult, Conclusion, conclude, from_json
+from pytest_gpuserve.isolation.grid import grid, next_cell, text
+
+Values = Mapping[str, str]
+Outcome = tuple[str, str | None] | None
+
+AXES = {
+    "spec_decode": ("base", "eagle3"),
+    "cuda_graph": ("on", "off"),
+    "attention_backend": ("triton", "flashinfer"),
+}
+HANG: Outcome = ("hang", "cuda_graph")
+
+
+def run(how: Callable[[Values], Outcome], axes: Mapping[str, tuple[str, ...]] = AXES, repeats: int = 1) -> Conclusion:
+    results = []
+    for combination in itertools.product(*axes.values()):
+        values = dict(zip(axes, combination, strict=True))
+        for _ in range(repeats):
+            verdict, phase = how(values) or ("ready", None)
+            results.append(CellResult("-".join(combination), values, verdict, phase))
+    return conclude(results)
+
+
+def only(conclusion: Conclusion) -> str:
+    (statement,) = conclusion.statements
+    return statement.text
+
+
+def test_one_axis() -> None:
+    said = run(lambda v: HANG if v["cuda_graph"] == "on" else None)
+    assert only(said) == (
+        "hang in cuda_graph: fails in 4 of 4 cells with cuda_graph=on, passes in 4 of 4 with off: cuda_graph. "
+        "The base cell fails too: eagle3 and flashinfer are not the cause."
+    )
+    (statement,) = said.statements
+    assert (statement.kind, statement.axes) == ("cause", ("cuda_graph",))
+    assert statement.confidence >= SURE
+
+
+def test_interaction() -> None:
+    four = {**AXES, "overlap": ("on", "off")}
+    said = run(
+        lambda v: HANG if v["spec_decode"] == "eagle3" and v["attention_backend"] == "flashinfer" else None, four
+    )
+    assert only(said) == (
+        "hang in cuda_graph: fails in 4 of 4 cells with spec_decode=eagle3 and attention_backend=flashinfer, "
+        "passes in 12 of 12 of the others: only eagle3 + flashinfer: interaction."
+    )
+    (statement,) = said.statements
+    assert (statement.kind, statement.axes) == ("interaction", ("attention_backend", "spec_decode"))
+
+
+def test_base_broken_clears_every_axis() -> None:
+    said = run(lambda _: ("hang", "distributed_init"))
+    assert only(said) == (
+        "hang in distributed_init: the base cell fails, and 8 of 8 cells do: "
+        "eagle3, cuda_graph=off and flashinfer are not the cause."
+    )
+    assert said.statements[0].kind == "everywhere"
+    assert next_cell(said) is None, "no axis to isolate"
+
+
+def test_two_faults_are_two_conclusions() -> None:
+    def how(v: Values) -> Outcome:
+        if v["spec_decode"] == "eagle3":
+            return ("crash", "draft_load")
+        return ("hang", "serving") if v["cuda_graph"] == "on" else None
+
+    hang, crash = run(how).statements
+    assert (crash.fault, crash.axes) == ("crash in draft_load", ("spec_decode",))
+    assert crash.confidence >= SURE
+    assert (hang.fault, hang.axes) == ("hang in serving", ("cuda_graph",))
+    assert hang.confidence < SURE, "cells that crash earlier say nothing of the hang"
+    assert "probably" in hang.text
+    assert "fails in 2 of 2 cells" in hang.text
+
+
+def test_a_later_failure_counts_as_a_pass_of_an_earlier_phase() -> None:
+    def how(v: Values) -> Outcome:
+        if v["spec_decode"] == "eagle3":
+            return ("crash", "draft_load")
+        return ("hang", "serving")
+
+    crash = next(s for s in run(how).statements if s.fault == "crash in draft_load")
+    assert "passes in 4 of 4 with base" in crash.text
+    assert crash.confidence >= SURE
+
+
+def test_signatures_tell_faults_apart_that_look_alike() -> None:
+    results = []
+    for graph, backend in itertools.product(("on", "off"), ("triton", "flashinfer")):
+        values = {"cuda_graph": graph, "attention_backend": backend}
+        signature = {"on": "all_reduce", "off": "file_baton"}[graph]
+        results += [CellResult(f"{graph}-{backend}", values, "hang", "cuda_graph", signature)] * 2
+    assert [s.fault for s in conclude(results).statements] == ["all_reduce", "file_baton"]
+
+
+def test_one_failing_cell_is_no_proof_until_it_failed_thrice() -> None:
+    def how(v: Values) -> Outcome:
+        return HANG if tuple(v.values()) == ("eagle3", "on", "flashinfer") else None
+
+    once = run(how)
+    assert once.statements[0].axes == tuple(sorted(AXES))
+    assert once.statements[0].confidence < SURE
+    assert "would decide: eagle3-cuda_graph=on-flashinfer again" in only(once)
+    assert next_cell(once) == "eagle3-on-flashinfer"
+    assert run(how, repeats=4).statements[0].confidence >= SURE
+
+
+def test_flaky_cause_and_flaky_cells() -> None:
+    turns = itertools.cycle([HANG, HANG, None, HANG, None])
+    said = run(lambda v: next(turns) if v["cuda_graph"] == "on" else None, repeats=3)
+    (statement,) = said.statements
+    assert (statement.kind, statement.axes) == ("cause", ("cuda_graph",))
+    assert statement.rate < 0.9
+    assert "runs with cuda_graph=on, passes in 12 of 12 with off" in statement.text
+    assert said.flaky
+    assert all(0 < failed < runs == 3 for _, failed, runs in said.flaky)
+
+
+def test_failures_at_random_blame_no_axis() -> None:
+    turns = iter([HANG if n in (3, 20, 30, 41) else None for n in range(48)])
+    (statement,) = run(lambda _: next(turns), repeats=6).statements
+    assert statement.kind in ("flaky", "undecided")
+    assert statement.axes == ()
+
+
+def test_axes_that_were_changed_together_are_undecided_and_the_deciding_cell_is_named() -> None:
+    values = [{"cuda_graph": c, "attention_backend": a} for c, a in (("on", "triton"), ("off", "flashinfer"))]
+    results = [CellResult(f"{n}", v, "ready" if n == 0 else "hang", "serving") for n, v in enumerate(values)] * 3
+    (statement,) = conclude(results).statements
+    assert statement.kind == "undecided"
+    assert "cuda_graph=off (" in statement.text
+    assert "attention_backend=flashinfer (" in statement.text
+    assert dict(statement.decide[0]) in (
+        {"cuda_graph": "on", "attention_backend": "flashinfer"},
+        {"cuda_graph": "off", "attention_backend": "triton"},
+    )
+
+
+def test_cells_that_fail_for_the_machines_sake_say_nothing() -> None:
+    results = [
+        CellResult("a", {"cuda_graph": "on"}, "port"),
+        CellResult("b", {"cuda_graph": "off"}, "ready"),
+        CellResult("c", {"cuda_graph": "piecewise"}, "skip", reason="excluded on sm120"),
+    ]
+    assert only(conclude(results)) == "All 1 cell pass; 1 port, 1 skip."
+    assert only(conclude([])) == "No cell ran, so nothing is known (no result)."
+    assert only(conclude(results[:1])) == "No cell ran, so nothing is known (1 port)."
+
+
+def test_speculative_decoding_is_compared_with_its_base_cell() -> None:
+    results = [
+        CellResult("base-on", {"spec_decode": "base", "cuda_graph": "on"}, "ready", figures={"throughput": 100.0}),
+        CellResult(
+            "eagle3-on",
+            {"spec_decode": "eagle3", "cuda_graph": "on"},
+            "ready",
+            figures={"throughput": 66.0, "accept_rate": 0.15},
+        ),
+        CellResult("eagle3-off", {"spec_decode": "eagle3", "cuda_graph": "off"}, "ready", figures={"throughput": 50.0}),
+    ]
+    _, slower, lonely = conclude(results).statements
+    assert (slower.kind, slower.text) == ("slower", "eagle3-on: 0.66x slower than its base base-on (15% accepted).")
+    assert lonely.kind == "undecided"
+    assert "no base cell to compare with" in lonely.text
+
+
+def test_grid_and_text() -> None:
+    four = run(lambda v: HANG if v["cuda_graph"] == "on" else None)
+    assert grid(four) == [
+        "spec_decode  cuda_graph  attention_backend=triton  attention_backend=flashinfer",
+        "base         on          hang cuda_graph           hang cuda_graph",
+        "base         off         pass                      pass",
+        "eagle3       on          hang cuda_graph           hang cuda_graph",
+        "eagle3       off         pass                      pass",
+    ]
+    assert grid(four, width=60)[0] == "base-on-triton: hang cuda_graph"
+    lines = text(four)
+    assert lines[-1] == "To go on: gpuserve isolate --from matrix.json base-on-triton"
+    missing = conclude(
+        [
+            *four.results[1:],
+            CellResult("x", four.results[0].values, "ready"),
+            CellResult("x", four.results[0].values, "hang"),
+        ]
+    )
+    assert "1/2 hang, 1/2 pass" in "\n".join(grid(missing))
+    assert "* flaky: x failed in 1 of 2 runs" in text(missing)
+
+
+def test_matrix_json_is_read_back() -> None:
+    said = run(lambda v: HANG if v["cuda_graph"] == "on" else None)
+    raw = json.loads(json.dumps(said.to_json()))
+    assert raw["conclusion"][0]["condition"] == [[["cuda_graph", "=", "on"]]]
+    assert from_json(raw) == list(said.results)
+    assert conclude(from_json(raw)) == said
+    for broken in (
+        {},
+        {"schema": "gpuserve.matrix/1"},
+        {"schema": "other", "cells": []},
+        {"schema": "gpuserve.matrix/1", "cells": [1]},
+    ):
+        with pytest.raises(ValueError):
+            from_json(broken)
+
+
+@given(
+    st.dictionaries(st.sampled_from(["a", "b", "c", "d"]), st.integers(1, 4), min_size=1),
+    st.data(),
+)
+@settings(max_examples=60, deadline=None)
+def test_any_results_are_concluded_and_probabilities_are_such(sizes: dict[str, int], data: st.DataObject) -> None:
+    axes = {axis: tuple(f"v{n}" for n in range(size)) for axis, size in sizes.items()}
+    verdicts = st.sampled_from(["ready", "hang", "crash", "skip", "infra"])
+    results = data.draw(
+        st.lists(
+            st.builds(
+                lambda values, verdict, phase: CellResult(str(sorted(values.items())), values, verdict, phase),
+                st.fixed_dictionaries({axis: st.sampled_from(values) for axis, values in axes.items()}),
+                verdicts,
+                st.sampled_from([None, "cuda_graph", "serving", "elsewhere"]),
+            ),
+            max_size=20,
+        )
+    )
+    said = conclude(results)
+    assert said.statements
+    for statement in said.statements:
+        assert 0 <= statement.confidence <= 1.0000001
+        assert "\n" not in statement.text
+        assert set(statement.axes) <= set(axes)
+    json.dumps(said.to_json())
+    text(said)
+
+
+def _benchmark() -> ModuleType:
+    path = Path(__file__).parents[2] / "benchmarks" / "conclusions.py"
+    spec = importlib.util.spec_from_file_location("conclusions_benchmark", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    sys.modules[spec.name] = module
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_thirty_planted_causes() -> None:
+    module = _benchmark()
+    assert len(module.CASES) == 30
+    answers = [
+        (case.name, *answer)
+        for case in module.CASES
+        for seed in range(3)
+        for answer in module.judge(case, module.play(case, seed))
+    ]
+    right = [a for a in answers if a[1] == "right"]
+    assert len(right) >= 0.95 * len(answers), [a for a in answers if a[1] != "right"]
+    assert not [a for a in answers if a[1] == "wrong" and a[2] >= SURE]
