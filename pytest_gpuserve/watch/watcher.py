@@ -160,12 +160,14 @@ class Watcher:
         watched = self.servers[name]
         try:
             reading = watched.look(pids)
-            watched.tell()
+            if watched.fired is None:
+                watched.tell()
         except Exception as error:  # one server that cannot be read must not cost the watch over the others
             _log(f"{name}: {type(error).__name__}: {error}")
             return
         if watched.over or reading.state == "dead":
-            watched.tell(now=True)
+            if watched.fired is None:  # what was told of a hang is evidence
+                watched.tell(now=True)
             self._drop(name, healthy=watched.fired is None)
             self._done.add(name)
         elif reading.state == "hung":
