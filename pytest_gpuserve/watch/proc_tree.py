@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Callable, Collection, Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 
@@ -23,8 +23,8 @@ RoleOf = Callable[[Sequence[str], str], ProcessRole | None]
 TICK = 1.0 / os.sysconf("SC_CLK_TCK")
 PAGE = os.sysconf("SC_PAGE_SIZE")
 
-FULL_SCAN = 10.0
-"""Seconds after which every pid is looked at again: between two looks only new ones are."""
+FULL_SCAN = 30.0
+"""Seconds after which every pid is looked at again: between two looks only new ones are, and pids are reused."""
 
 TITLES = 5.0
 """Seconds between looks at the titles of processes that have no rank yet: engines set them late."""
@@ -55,6 +55,25 @@ def _open(path: str) -> int:
         return -1
 
 
+class ProcessTable:
+    """New processes of the machine since the last look, read once for all servers."""
+
+    def __init__(self) -> None:
+        self._seen: set[int] = set()
+        self._scanned = float("-inf")
+        self.fresh: dict[int, procfs.Stat] = {}
+
+    def refresh(self) -> None:
+        """Look again; ``fresh`` holds processes that were not there last time."""
+        now = time.monotonic()
+        if now - self._scanned >= FULL_SCAN:
+            self._scanned = now
+            self._seen.clear()
+        pids = set(procfs.pids())
+        self.fresh = {pid: entry for pid in pids - self._seen if (entry := procfs.stat(pid))}
+        self._seen = pids
+
+
 @dataclass
 class ProcTree:
     """One server's tree.
@@ -71,16 +90,16 @@ class ProcTree:
     cookie: str | None
     role_of: RoleOf
     _known: dict[int, _Process] = field(default_factory=dict)
-    _foreign: set[int] = field(default_factory=set)
-    _scanned: float = float("-inf")
+    _begun: bool = False
 
-    def sample(self, pids: Collection[int] | None = None, *, closely: bool = False) -> dict[ProcessId, ProcessSample]:
-        """Read the tree; ``pids`` is the list of all pids, where the caller has one already.
+    def sample(self, table: ProcessTable | None = None, *, closely: bool = False) -> dict[ProcessId, ProcessSample]:
+        """Read the tree; ``table`` has been refreshed by the caller, who may share it between trees.
 
         ``closely`` reads the main threads of ranks too.
         """
         now = time.monotonic()
-        self._update(set(procfs.pids()) if pids is None else set(pids), now)
+        self._update(procfs.snapshot() if table is None or not self._begun else table.fresh)
+        self._begun = True
         found: dict[ProcessId, ProcessSample] = {}
         for pid, entry in list(self._known.items()):
             read = self._read(entry, now, closely)
@@ -91,6 +110,11 @@ class ProcTree:
                 found[entry.id] = read
         return found
 
+    def notice(self, table: ProcessTable) -> None:
+        """Take in the new processes of a table that is refreshed for another tree's sake."""
+        if self._begun:
+            self._update(table.fresh)
+
     def close(self) -> None:
         """Close every file."""
         for entry in self._known.values():
@@ -99,18 +123,10 @@ class ProcTree:
 
     # --- who belongs
 
-    def _update(self, pids: set[int], now: float) -> None:
-        if now - self._scanned >= FULL_SCAN:
-            self._scanned = now
-            self._foreign.clear()
-        new = pids - self._known.keys() - self._foreign
-        self._foreign &= pids
-        stats = {pid: entry for pid in new if (entry := procfs.stat(pid))}
-        for pid, entry in stats.items():
-            if self._belongs(entry, stats):
+    def _update(self, fresh: dict[int, procfs.Stat]) -> None:
+        for pid, entry in fresh.items():
+            if pid not in self._known and self._belongs(entry, fresh):
                 self._add(entry)
-            else:
-                self._foreign.add(pid)
 
     def _belongs(self, entry: procfs.Stat, stats: dict[int, procfs.Stat]) -> bool:
         if entry.id == self.root:

@@ -7,7 +7,7 @@ import os
 import threading
 import time
 from collections import deque
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -26,7 +26,7 @@ from .budgets import Budgets
 from .log_follower import LogFollower
 from .metrics import Poller
 from .phases import PhaseReader
-from .proc_tree import ProcTree, RoleOf
+from .proc_tree import ProcessTable, ProcTree, RoleOf
 from .progress import Monitor, Reading
 from .sample import GpuSample, Sample
 
@@ -35,6 +35,9 @@ HISTORY = 40
 
 TELL = 5.0
 """Seconds between writes of progress.json while nothing changes."""
+
+ASK_AFTER = 1.5
+"""Seconds without any other sign after which the engine's counters are asked for."""
 
 _OVER = frozenset({"killing", "stopped", "exited"})
 
@@ -135,13 +138,13 @@ class Watched:
         self._told: tuple[str, float] = ("", 0.0)
         self._oom = _oom_kills()
 
-    def look(self, pids: Collection[int] | None = None) -> Reading:
+    def look(self, table: ProcessTable | None = None) -> Reading:
         """Sample once and judge."""
         suspect = self.reading is not None and self.reading.state in ("suspect", "hung")
         self._read_events()
         requests = inflight.read(self.directory)
-        if requests.count and self._poller:
-            self._poller.ask()
+        if requests.count and self._poller and self.monitor.still >= ASK_AFTER:
+            self._poller.ask()  # the last sign, asked for only where there is no other
         if self._gpus:
             self._gpus.ask()
         counters = self._poller.last if self._poller and requests.count else None
@@ -149,7 +152,7 @@ class Watched:
         self._read_log(now)
         sample = Sample(
             at=now,
-            processes=self.tree.sample(pids, closely=suspect),
+            processes=self.tree.sample(table, closely=suspect),
             phase=self._phase,
             phases=self._phases,
             log=self._log_bytes(),

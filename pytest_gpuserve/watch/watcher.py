@@ -30,6 +30,7 @@ from ..errors import GpuserveError
 from ..procfs import ProcessId
 from ..server.record import boot_id, load
 from .budgets import Budgets
+from .proc_tree import ProcessTable
 from .watched import GpuReader, Settings, Watched
 
 NAME = "no_progress"
@@ -82,6 +83,7 @@ class Watcher:
     _done: set[str] = field(default_factory=set)
     _gpus: GpuReader | None = None
     _due: dict[str, float] = field(default_factory=dict)
+    _table: ProcessTable = field(default_factory=ProcessTable)
 
     def run(self) -> None:
         """Until told or alone."""
@@ -123,9 +125,12 @@ class Watcher:
         due = [name for name in self.servers if self._due.get(name, 0.0) <= now + 0.001]
         if not due:
             return
-        pids = list(procfs.pids())
-        for name in due:
-            self._look(name, pids)
+        self._table.refresh()
+        for name, watched in list(self.servers.items()):
+            if name in due:
+                self._look(name)
+            else:
+                watched.tree.notice(self._table)
 
     def _pause(self, begin: float) -> float:
         """Seconds to wait: until the next server is due; a suspect is due four times as often."""
@@ -156,10 +161,10 @@ class Watcher:
                     self._gpus = GpuReader()
                 self.servers[name] = Watched(record, self.config.settings, self._gpus)
 
-    def _look(self, name: str, pids: Sequence[int]) -> None:
+    def _look(self, name: str) -> None:
         watched = self.servers[name]
         try:
-            reading = watched.look(pids)
+            reading = watched.look(self._table)
             if watched.fired is None:
                 watched.tell()
         except Exception as error:  # one server that cannot be read must not cost the watch over the others

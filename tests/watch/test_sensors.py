@@ -18,7 +18,7 @@ from pytest_gpuserve.engines.base import ProcessRole, Rank
 from pytest_gpuserve.server import inflight
 from pytest_gpuserve.server.inflight import Requests
 from pytest_gpuserve.watch.metrics import Poller, read_counters
-from pytest_gpuserve.watch.proc_tree import ProcTree
+from pytest_gpuserve.watch.proc_tree import ProcessTable, ProcTree
 
 
 def until(condition, limit=20.0):
@@ -39,9 +39,10 @@ def role_of(cmdline, comm):
 def run(request):
     """Start a program; it and what it started are ended after the test."""
 
-    def start(code, **environment):
+    def start(code, stdin=None, **environment):
         process = subprocess.Popen(
             [sys.executable, "-S", "-c", code],
+            stdin=stdin,
             stdout=subprocess.PIPE,
             env={**os.environ, **environment},
             start_new_session=True,
@@ -152,6 +153,29 @@ def test_a_stopped_process_is_seen_stopped(run, tree):
     rank = until(lambda: next((p for p in watch.sample().values() if p.label == "TP0"), None))
     os.kill(rank.process.pid, 19)
     until(lambda: watch.sample()[rank.process].state == "T")
+
+
+def test_a_shared_table_shows_every_new_process_to_every_tree(run, tree):
+    """One server is looked at more often than another: neither may miss a child of its own."""
+    code = "import subprocess,sys,time;print('ready',flush=True);sys.stdin.readline()"
+    code += ";subprocess.Popen([sys.executable,'-S','-c','import time;time.sleep(600)','rank-1']);time.sleep(600)"
+    process, other = run(code, stdin=subprocess.PIPE), run("import time;print('ready',flush=True);time.sleep(600)")
+    table, watch, second = ProcessTable(), tree(process), tree(other)
+    table.refresh()
+    assert (len(watch.sample(table)), len(second.sample(table))) == (1, 1)
+    process.stdin.write(b"\n")
+    process.stdin.close()
+
+    def seen_by_the_other_one():
+        table.refresh()
+        second.sample(table)
+        watch.notice(table)
+        return any(procfs.stat(pid).ppid == process.pid for pid in table.fresh if procfs.stat(pid))
+
+    until(seen_by_the_other_one)
+    table.refresh()
+    assert {p.label for p in watch.sample(table).values()} >= {"TP1"}
+    assert len(second.sample(table)) == 1
 
 
 def test_an_engine_that_raises_does_not_end_the_watch(run):
