@@ -15,7 +15,7 @@ from .batching import Batcher
 from .collective import ring_links
 from .config import Options
 from .link import Link, PeerClosed, pair
-from .process import set_signals, set_title
+from .process import leave_interrupts_to_the_front_end, set_title
 from .script_vllm import VllmScript
 from .worker import worker_main
 
@@ -219,7 +219,7 @@ class EngineCore:
 
 def run_engine_core(options: Options, front: Link) -> None:
     """Entry of the process."""
-    set_signals(options)
+    leave_interrupts_to_the_front_end()
     set_title("VLLM::EngineCore")
     core = EngineCore(options, front)
 

@@ -173,11 +173,10 @@ class Server:
                 self.requests.send(message)
 
     def join_children(self) -> None:
-        """Wait for those that end by themselves, kill the rest."""
+        """Wait for those that end by themselves, but not for long."""
         end = time.monotonic() + self.options.shutdown_timeout
         for child in self.children:
             child.join(max(0.0, end - time.monotonic()))
-        self.kill_children()
 
     def kill_children(self) -> None:
         for child in self.children:

@@ -5,8 +5,6 @@ from __future__ import annotations
 import os
 import signal
 
-from .config import Options
-
 PR_SET_PDEATHSIG = 1
 
 
@@ -19,12 +17,9 @@ def set_title(title: str) -> None:
     setproctitle(title)
 
 
-def set_signals(options: Options) -> None:
-    """A child leaves Ctrl-C to the front end. ``--ignore-term`` makes the polite signals useless."""
+def leave_interrupts_to_the_front_end() -> None:
+    """Ctrl-C reaches every process of a terminal. (What ``--ignore-term`` ignores, children inherit.)"""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
-    if options.ignore_term:
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)
-        signal.signal(signal.SIGHUP, signal.SIG_IGN)
 
 
 def die_with_parent(parent: int) -> None:

@@ -13,7 +13,7 @@ from .config import Options
 from .device import Device
 from .link import Link, PeerClosed
 from .model import detokenize
-from .process import die_with_parent, set_signals, set_title
+from .process import die_with_parent, leave_interrupts_to_the_front_end, set_title
 from .runner import ModelRunner, Plan
 from .script_sglang import SglangScript
 
@@ -151,7 +151,7 @@ def run_scheduler_process(
 ) -> None:
     """Entry of a rank. An exception is logged as SGLang logs it and told to the front end by SIGQUIT."""
     die_with_parent(parent)
-    set_signals(options)
+    leave_interrupts_to_the_front_end()
     device = Device(rank, options)
     try:
         device.begin("spawn")
@@ -177,7 +177,7 @@ def run_scheduler_process(
 def run_detokenizer_process(options: Options, parent: int, inbox: Link, outbox: Link) -> None:
     """Turns rank 0's tokens into text for the front end."""
     die_with_parent(parent)
-    set_signals(options)
+    leave_interrupts_to_the_front_end()
     set_title("sglang::detokenizer")
     try:
         while True:

@@ -8,7 +8,7 @@ from .collective import Ring
 from .config import Options
 from .device import Device
 from .link import Link, PeerClosed
-from .process import set_signals, set_title
+from .process import leave_interrupts_to_the_front_end, set_title
 from .runner import ModelRunner, Plan
 from .script_vllm import VllmScript
 
@@ -67,7 +67,7 @@ class Worker:
 
 def worker_main(rank: int, options: Options, ring: Ends, core: Link) -> None:
     """Entry of a rank."""
-    set_signals(options)
+    leave_interrupts_to_the_front_end()
     device = Device(rank, options)
     script = VllmScript(rank, options)
     problem = "WorkerProc failed to start."

@@ -173,14 +173,17 @@ class Server:
         pattern = rf"^(sglang::scheduler|VLLM::Worker)_TP{number}$"
         return int(until(lambda: self.titled(pattern), f"a rank {number}: {list(map(self.title, self.pids()))}")[0])
 
-    def stack(self, pid: int) -> list[str]:
-        """Function names of the main thread, leaf first; [] when py-spy could not say."""
+    def main_thread(self, pid: int) -> dict[str, Any]:
+        """What py-spy says of it; {} when it could not."""
         command = [PY_SPY, "dump", "--json", "--nonblocking", "--pid", str(pid)]
         done = subprocess.run(command, capture_output=True, timeout=LIMIT, check=False)
         if done.returncode:
-            return []
-        main = next((t for t in json.loads(done.stdout) if t["os_thread_id"] == pid), None)
-        return [frame["name"].rpartition(".")[2] for frame in main["frames"]] if main else []
+            return {}
+        return next((t for t in json.loads(done.stdout) if t["os_thread_id"] == pid), {})
+
+    def stack(self, pid: int) -> list[str]:
+        """Function names of the main thread, leaf first."""
+        return [frame["name"].rpartition(".")[2] for frame in self.main_thread(pid).get("frames", ())]
 
     def stuck_in(self, pid: int, *functions: str) -> list[str]:
         """Wait until the stack, from the leaf on, contains these functions in this order."""

@@ -37,6 +37,7 @@ def test_blocked_in_start_up(start: Any, wait_until: Callable[..., Any], kind: s
     if syscalls and server.syscall(struck) is not None:
         wait_until(lambda: server.syscall(struck) in syscalls, f"{kind} in {syscalls}: {server.syscall(struck)}")
     wait_until(lambda: _state(struck) == ("T" if kind == "stop" else "S"), "the state of the struck rank")
+    assert server.main_thread(struck)["owns_gil"] == (kind in ("gil", "stop"))
     with pytest.raises(ConnectionRefusedError):  # as with the engines, nothing listens before it is ready
         server.get("/health")
     assert re.search(r"TP1\] Capture cuda graph begin", server.log)

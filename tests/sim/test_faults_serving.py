@@ -33,9 +33,12 @@ def test_a_rank_stuck_while_serving(start: Any, flavor: str) -> None:
 def test_wedge(start: Any, flavor: str) -> None:
     """A lost reply: nobody waits for anybody in a collective, and yet no token comes."""
     server = start("--tp", "2", "--flavor", flavor, "--fault", "wedge@serving").ready()
+    steps = []
     for _ in range(2):
         with pytest.raises(TimeoutError):
             server.complete(timeout=0.5)
+        steps.append([rank["forward_ct"] for rank in server.get("/get_server_info").json()["internal_states"]])
+    assert steps[0] == steps[1]
     assert server.get("/health").status == 200
     if flavor == "vllm":
         for number in (0, 1):

@@ -116,6 +116,13 @@ def test_stop_strings(server: Any) -> None:
     assert "".join(chunk["choices"][0]["text"] for chunk in chunks) == answer["choices"][0]["text"]
 
 
+def test_a_stop_string_over_two_tokens_is_held_back_in_a_stream(server: Any) -> None:
+    words = server.text("halt", max_tokens=20).split()
+    chunks = events(server.complete("halt", max_tokens=20, stop=f"{words[5]} {words[6]}", stream=True).body)
+    assert "".join(chunk["choices"][0]["text"] for chunk in chunks).split() == words[:5]
+    assert chunks[-1]["choices"][0]["finish_reason"] == "stop"
+
+
 def test_several_prompts_and_choices(server: Any) -> None:
     answer = server.complete(["one", "two"], n=2, max_tokens=3).json()
     texts = [choice["text"] for choice in answer["choices"]]
