@@ -30,7 +30,7 @@ from ..server.control import Control
 from ..server.record import ServerRecord, processes
 from ..text import escape
 from . import gather, incident_json, incident_text
-from .blame import Decision, Witnesses, decide
+from .blame import EXIT_KILL, Decision, Witnesses, decide
 from .files import incident_name, open_stores, put_line, safe_name
 from .gather import Later, Scene
 from .probe import Probe, ask, test_waits
@@ -114,7 +114,6 @@ class Taking:
         pids = [d.process.pid for d in scene.rounds[0]]
         gpus: Later[tuple[Gpu, ...]] = Later(lambda: gather.gpus(record, pids, 5.0), ())
         scene.log = log.get(min(3.0, self._left() / 2))
-        scene.rounds = [gather.name_the_dead(scene.rounds[0], scene)]
         self._write_log_tail()
         self._conclude(complete=False)
         self._further_rounds(probe)
@@ -146,13 +145,19 @@ class Taking:
         """End with what there is, before somebody ends us with less. Reads nothing: what it would read may be stuck."""
         time.sleep(max(0.0, self._left()))
         held = self._lock.acquire(timeout=2.0)
-        if self._done or self._leave is None:
+        try:
+            if self._done or self._leave is None:
+                return
+            self._done = True
+            self._leave(self._out_of_time())
+        finally:
             if held:
                 self._lock.release()
-            return
-        code = 1
+
+    def _out_of_time(self) -> int:
+        """Tell what was known last; the exit code."""
+        note = "the time for this incident was over before everything was read"
         try:
-            note = "the time for this incident was over before everything was read"
             if self._last is None:
                 decision = decide(self._scene.reason, Witnesses(soft=self._request.soft))
                 self._line("undecided", f"undecided: {note}.\ndumps: {self._stores.path}", None, decision)
@@ -160,10 +165,10 @@ class Taking:
                 taken, merged, judgement = self._last
                 decision = decide(self._scene.reason, self._witnesses(merged, judgement))
                 self._line(judgement.verdict, f"{taken.text}\n{note}", judgement, decision)
-            code = decision.exit_code
-        except BaseException:
+        except Exception:
             traceback.print_exc()
-        self._leave(code)
+            return EXIT_KILL
+        return decision.exit_code
 
     # Stacks
 
@@ -183,8 +188,7 @@ class Taking:
             on_dump=lambda dump: self._keep(dump, number),
         )
         self._owner = next((d for d in dumps if d.process == record.owner), self._owner)
-        found = gather.name_the_dead([d for d in dumps if d.process != record.owner], self._scene)
-        self._scene.rounds = [*self._scene.rounds, found]
+        self._scene.rounds = [*self._scene.rounds, [d for d in dumps if d.process != record.owner]]
 
     def _further_rounds(self, probe: Later[Probe | None] | None) -> None:
         """Unless it is known to be healthy, or time is short."""
@@ -275,6 +279,7 @@ class Taking:
     def _conclude(self, *, complete: bool) -> Incident:
         """Judge what there is and write it; the last time decides."""
         scene = self._scene
+        scene.rounds = [gather.name_the_dead(dumps, scene) for dumps in scene.rounds]
         merged = merge(scene.rounds)
         evidence, judgement = self._judge(merged)
         decision = decide(scene.reason, self._witnesses(merged, judgement))
@@ -292,6 +297,8 @@ class Taking:
         text = incident_text.summary(words, str(self._stores.path))
         environment = self._redactor.environment(self._environment)
         with self._lock:
+            if self._done and self._last is not None:  # the clock was faster
+                return self._last[0]
             self._stores.write("verdict.md", incident_text.verdict_page(words), clean=True)
             self._stores.write("stacks.txt", incident_text.stacks_text(merged, scene.rounds, self._owner))
             content = {

@@ -210,6 +210,15 @@ def test_no_trouble_of_ours_reaches_the_program(environment, directory):
     assert (ran.returncode, ran.stdout, ran.stderr) == (0, "alive\n", "")
 
 
+def test_no_trouble_of_ours_reaches_a_child(environment, markers):
+    code = (
+        "import os, shutil, sys\nshutil.rmtree(os.environ['GPUSERVE_MARKERS'])\npid = os.fork()\n"
+        "if pid: print(os.waitpid(pid, 0)[1])\n"
+    )
+    ran = run(code, environment)
+    assert (ran.returncode, ran.stdout, ran.stderr) == (0, "0\n", "")
+
+
 def test_few_descriptors_break_nothing(environment):
     code = (
         "import resource, subprocess, sys\nresource.setrlimit(resource.RLIMIT_NOFILE, (12, 12))\n"

@@ -72,8 +72,12 @@ def test_pyspy_text_without_process_header_and_without_names():
 
 
 def test_pyspy_text_with_locals_reads_frames_only():
-    (dump,) = read_file(DATA / "pyspy_locals.txt")
-    assert dump.main.frames == (Frame("inner", "loc.py", 4), Frame("<module>", "loc.py", 5))
+    text = (DATA / "pyspy_locals.txt").read_text()
+    misleading = text.replace("            n: 3\n", "            n: 3\n            place: at (loc.py:9)\n")
+    assert misleading != text
+    for found in (text, misleading):
+        (dump,) = read_dumps(found)
+        assert dump.main.frames == (Frame("inner", "loc.py", 4), Frame("<module>", "loc.py", 5))
 
 
 def test_pyspy_text_of_several_servers_without_headers():
@@ -108,6 +112,15 @@ def test_pyspy_json_in_a_recorders_envelope():
     (dump,) = read_file(DATA / "recorded_sglang_tp0_native.json", role_of=titled)
     assert any(f.native for f in dump.main.frames)
     assert not all(f.native for f in dump.main.frames)
+
+
+def test_main_thread_is_the_one_whose_id_is_the_pid():
+    """Names are missing in a program that never imported threading, and from CPython 3.14.5 on."""
+    threads = [{"os_thread_id": tid, "thread_name": None, "frames": []} for tid in (9, 7, 8)]
+    assert [t.main for t in pyspy_threads(threads, 7)] == [False, True, False]
+    assert [t.main for t in pyspy_threads(threads, 1)] == [False, False, True]
+    threads[0]["thread_name"] = "MainThread"
+    assert [t.main for t in pyspy_threads(threads, 1)] == [True, False, False]
 
 
 def test_pyspy_json_refuses_other_json():
@@ -288,7 +301,7 @@ def test_huge_and_endless_lines_cost_no_time():
 
 
 LINES = st.sampled_from(
-    [line for path in sorted(DATA.iterdir()) for line in path.read_text().splitlines()[:40]] + FAULT.splitlines()
+    [line for path in sorted(DATA.glob("*.txt")) for line in path.read_text().splitlines()[:40]] + FAULT.splitlines()
 )
 
 

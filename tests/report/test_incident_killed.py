@@ -5,11 +5,13 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
 from pytest_gpuserve import procfs
-from pytest_gpuserve.report.incident import EXIT_KILL
+from pytest_gpuserve.report import taking
+from pytest_gpuserve.report.incident import EXIT_KILL, record_incident
 
 SECRETS = ("never-to-be-seen-17", "my private words", "token-of-the-env-9", "in-the-spec-42", "given-as-flag-31")
 
@@ -62,3 +64,35 @@ def test_its_own_limit_ends_it_with_what_it_has(fake, tmp_path):
     assert code == EXIT_KILL
     assert line["incident"]
     assert procfs.same(server.record.root)
+
+
+def test_its_own_clock_ends_it_where_the_work_is_stuck(fake, monkeypatch):
+    """Here the judgement; it might be a file system that does not answer."""
+    server = fake(ranks=3, answer="no", faults=["1=late"])
+    real, calls, left, stuck = taking.judge, [], threading.Event(), threading.Event()
+
+    def judge(evidence):
+        calls.append(1)
+        if len(calls) > 1:
+            stuck.wait(30)
+        return real(evidence)
+
+    codes = []
+    monkeypatch.setattr(taking, "judge", judge)
+    work = threading.Thread(
+        target=record_incident,
+        args=(server.directory, server.artifacts, "no_progress"),
+        kwargs={"limit": 4.0, "rounds": 1, "leave": lambda code: (codes.append(code), left.set())},
+        daemon=True,
+    )
+    began = time.monotonic()
+    work.start()
+    assert left.wait(15)
+    line = server.line()
+    stuck.set()
+    work.join(20)
+    assert codes == [EXIT_KILL]
+    assert time.monotonic() - began >= 4.0
+    assert line["verdict"] == "hang"
+    assert line["culprits"] == ["TP1"]
+    assert "the time for this incident was over" in line["text"]
