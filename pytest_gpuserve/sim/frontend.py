@@ -164,9 +164,10 @@ class Handler(BaseHTTPRequestHandler):
         line = self.requestline.encode("unicode_escape").decode()
         emit(f'{stamp}INFO:     {host}:{port} - "{line}" {status} {what}\n', 1)
 
-    def log_message(self, format: str, *args: Any) -> None:
-        """Errors of http.server itself, as uvicorn words them."""
-        emit("WARNING:  Invalid HTTP request received.\n")
+    def log_error(self, format: str, *args: Any) -> None:
+        """Errors of http.server itself, as uvicorn words them; a connection that was idle for long is none."""
+        if format.startswith("code"):
+            emit("WARNING:  Invalid HTTP request received.\n")
 
     # -- routes -------------------------------------------------------------------------------------------------------
 
