@@ -74,6 +74,11 @@ class Case:
         if not tagged and len(wanted) <= 1:
             return ()
         gone = wanted - seen
+        unranked = sum(
+            m.role in ("worker", "scheduler") and not m.rank and not m.condition for m in self.merged.members
+        )
+        if unranked >= len(gone):
+            return ()  # vLLM's workers have no rank in their titles before their device is up
         nameless = sum(m.role == "other" and m.has_stack for m in self.merged.members)
         reached = {label for label in gone if self.evidence.phases.get(label) is not None}
         if nameless >= len(gone) and not reached:

@@ -14,7 +14,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
+from ..engines.base import ProcessRole, Rank
 from ..procfs import ProcessId
+from ..vocabulary import RoleName
 from .model import ClassKind, Frame, ProcessDump, RankClass, ThreadStack
 from .signatures import Match, Signature, folded, last_name, match
 
@@ -197,6 +199,18 @@ def _rank_class(members: Sequence[Member]) -> RankClass:
         signature=first.condition or (signatures.most_common(1)[0][0] if signatures else None),
         moving=any(m.moving for m in members),
     )
+
+
+def relabel(rounds: Sequence[Sequence[ProcessDump]], ranks: Mapping[int, Rank]) -> list[list[ProcessDump]]:
+    """Give ranks to processes whose titles do not tell them yet; ``ranks`` is by pid, from the log."""
+    return [[_with_rank(dump, ranks.get(dump.process.pid)) for dump in dumps] for dumps in rounds]
+
+
+def _with_rank(dump: ProcessDump, rank: Rank | None) -> ProcessDump:
+    if rank is None or dump.role.rank is not None or dump.role.role not in ("worker", "scheduler", "other"):
+        return dump
+    role: RoleName = "worker" if dump.role.role == "other" else dump.role.role
+    return replace(dump, role=ProcessRole(role, rank))
 
 
 def merge(rounds: Sequence[Sequence[ProcessDump]]) -> Merged:

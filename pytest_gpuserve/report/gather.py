@@ -17,13 +17,13 @@ from typing import Generic, TypeVar
 from .. import gpu, procfs
 from ..diagnose import flight, locks, machine, ras, triage
 from ..diagnose.evidence import Evidence, LogFact, Progress, Witness
-from ..diagnose.merge import Merged, merge
+from ..diagnose.merge import Merged, merge, relabel
 from ..diagnose.model import ProcessDump
 from ..diagnose.roles import rank_in
 from ..engines.base import Engine, LogGrammar, ProcessRole, Rank
 from ..server import inflight
 from ..server.record import ServerRecord
-from ..watch.phases import RankPhase, read_phases
+from ..watch.phases import RankPhase, read_log
 
 T = TypeVar("T")
 
@@ -56,11 +56,13 @@ class Later(Generic[T]):
 
 @dataclass(frozen=True, slots=True)
 class Log:
-    """A server's log. ``lines``: the last lines of every rank by label; ``server`` for lines without a rank."""
+    """A server's log. ``lines``: the last lines of every rank by label; ``server`` for lines without a rank. ``pids``:
+    ranks of processes whose titles may not tell them yet."""
 
     phases: Mapping[str, RankPhase] = field(default_factory=dict)
     lines: Mapping[str, Sequence[str]] = field(default_factory=dict)
     tail: str = ""
+    pids: Mapping[int, Rank] = field(default_factory=dict)
 
 
 def tree(record: ServerRecord, alive: Sequence[procfs.Stat]) -> list[procfs.Stat]:
@@ -73,11 +75,13 @@ def tree(record: ServerRecord, alive: Sequence[procfs.Stat]) -> list[procfs.Stat
 def log(record: ServerRecord, grammar: LogGrammar | None) -> Log:
     """Phases from the whole log, last lines from its end."""
     phases: Mapping[str, RankPhase] = {}
+    pids: Mapping[int, Rank] = {}
     if grammar is not None:
         with suppress(OSError):
-            phases = read_phases(record.log, grammar)
+            reader = read_log(record.log, grammar)
+            phases, pids = reader.ranks(), reader.pids
     tail = _tail(record.log)
-    return Log(phases, _by_rank(tail, grammar), tail)
+    return Log(phases, _by_rank(tail, grammar), tail, pids)
 
 
 def log_facts(record: ServerRecord) -> tuple[LogFact, ...]:
@@ -205,12 +209,18 @@ class Scene:
     server_exit: int | None = None
 
     @property
+    def known(self) -> list[list[ProcessDump]]:
+        """The rounds, with the ranks that only the log knows."""
+        return relabel(self.rounds, self.log.pids)
+
+    @property
     def merged(self) -> Merged:
-        return merge(self.rounds)
+        return merge(self.known)
 
     def evidence(self, merged: Merged) -> Evidence:
         record = self.record
-        last = self.rounds[-1] if self.rounds else []
+        rounds = self.known
+        last = rounds[-1] if rounds else []
         pids = [d.process.pid for d in last if d.state not in "ZX"]
         labels = {d.label for d in last if d.role.rank is not None} | set(self.log.phases)
         wanted = expected(record, labels)
@@ -219,7 +229,7 @@ class Scene:
         return Evidence(
             reason=self.reason,
             after=self.after,
-            rounds=self.rounds,
+            rounds=rounds,
             phases=self.log.phases,
             expected=wanted,
             exits=exits(last),

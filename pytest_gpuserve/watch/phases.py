@@ -200,7 +200,7 @@ class PhaseReader:
         if self._beats(record):
             return
         if prefix and not record[prefix.end() :].strip():
-            self._carry = mine  # vLLM 0.10-0.24 print the prefix, then a bar that begins with \r
+            pass  # vLLM 0.10-0.24 print the prefix, then a bar that begins with \r
         else:
             self._apply(record, at, now, prefix, mine)
 

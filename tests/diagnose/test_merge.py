@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpuserve.diagnose.merge import format_ranks, is_idle, label_order, merge, telling
+from pytest_gpuserve.diagnose.merge import format_ranks, is_idle, label_order, merge, relabel, telling
 from pytest_gpuserve.diagnose.model import ThreadStack
 from pytest_gpuserve.diagnose.parse import read_dumps
 from pytest_gpuserve.engines.base import Rank
@@ -274,6 +274,20 @@ def test_rounds_of_a_hung_start(dumps):
     assert found[("TP0",)] == ("waits", "load-barrier")
     assert found[("api",)] == ("waits", "sglang-front-end-waits")
     assert merged.moving == ()
+
+
+def test_ranks_that_only_the_log_knows(dumps):
+    members = [
+        dumps.dump("worker", dumps.COLLECTIVE, pid=71),
+        dumps.dump("other", dumps.COLLECTIVE, pid=72),
+        dumps.dump("api", dumps.ELSEWHERE, pid=73),
+        dumps.dump(3, dumps.ELSEWHERE, pid=74),
+    ]
+    known = {71: Rank(tp=0), 72: Rank(tp=1), 73: Rank(tp=2), 74: Rank(tp=9)}
+    merged = merge(relabel([members], known))
+    assert [(m.label, m.role) for m in merged.members] == [
+        ("TP0", "worker"), ("TP1", "worker"), ("TP3", "worker"), ("api", "api"),
+    ]  # fmt: skip
 
 
 # --- text

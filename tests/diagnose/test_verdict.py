@@ -168,6 +168,14 @@ def test_a_rank_that_has_printed_and_is_gone_is_missing_though_somebody_is_namel
     assert found.missing == ("TP1",)
 
 
+def test_workers_without_a_rank_in_their_titles_are_not_missing(dumps):
+    """vLLM sets the rank's title after its device is up; the log has named all ranks before."""
+    members = [dumps.dump("worker", dumps.COLLECTIVE) for _ in range(4)]
+    found = hung(members, number=4, phases=at("distributed_init", "TP0", "TP1", "TP2", "TP3"))
+    assert found.missing == ()
+    assert found.verdict == "hang"
+
+
 def test_an_exit_code_says_how_a_rank_ended(dumps):
     members = dumps.same(4, dumps.COLLECTIVE)[:3]
     assert "exit code 1" in hung(members, number=4, exits={"TP3": 1}).text
