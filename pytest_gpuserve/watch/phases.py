@@ -103,6 +103,11 @@ class PhaseReader:
         return result
 
     @property
+    def pids(self) -> dict[int, Rank]:
+        """Ranks by the pid in their log prefix: known before a process has its rank in its title (vLLM)."""
+        return {int(pid): rank for pid, rank in self._pids.items()}
+
+    @property
     def server(self) -> RankPhase:
         """The phase by the lines that speak for the whole server (``warmup``, ``ready``, ``serving``, ``shutdown``)."""
         return self._show(self._server)
@@ -200,7 +205,7 @@ class PhaseReader:
         if self._beats(record):
             return
         if prefix and not record[prefix.end() :].strip():
-            pass  # vLLM 0.10-0.24 print the prefix, then a bar that begins with \r
+            self._carry = mine  # vLLM 0.10-0.24 print the prefix, then a bar that begins with \r
         else:
             self._apply(record, at, now, prefix, mine)
 
@@ -313,13 +318,22 @@ def read_phases(path: Path, grammar: LogGrammar) -> dict[str, RankPhase]:
     Raises:
         OSError: the file cannot be read.
     """
+    return read_log(path, grammar).ranks()
+
+
+def read_log(path: Path, grammar: LogGrammar) -> PhaseReader:
+    """A reader that has read the whole log; times as in :func:`read_phases`.
+
+    Raises:
+        OSError: the file cannot be read.
+    """
     reader = PhaseReader(grammar)
     with path.open("rb") as file:
         now = os.fstat(file.fileno()).st_mtime
         while chunk := file.read(1 << 20):
             reader.feed(chunk, now)
     reader.finish(now)
-    return reader.ranks()
+    return reader
 
 
 def _first_end(data: bytes) -> int:
