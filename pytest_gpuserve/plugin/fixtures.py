@@ -21,9 +21,11 @@ def gpuserve_pool(pytestconfig: pytest.Config) -> Iterator[Pool]:
     For fixtures wider than one test, and for starts by hand. A server got in a fixture is held as long as the fixture
     lives, one got in a test until the test's end.
     """
-    from .pool import Pool
+    state = state_of(pytestconfig)
+    with state.clock.paused():  # what is imported here takes as long as a small server's start
+        from .pool import Pool
 
-    pool = Pool(state_of(pytestconfig))
+        pool = Pool(state)
     yield pool
     pool.close()
 

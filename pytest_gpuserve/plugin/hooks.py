@@ -78,10 +78,12 @@ def pytest_runtest_protocol(item: pytest.Item) -> Generator[None, Any, Any]:
 
 def pytest_runtest_setup(item: pytest.Item) -> None:
     if uses_pool(item) or PROBLEM in item.stash:
-        from .checks import check
+        state = state_of(item.config)
+        state.clock.restart(item)
+        with state.clock.paused():  # GPUs may have to be asked
+            from .checks import check
 
-        state_of(item.config).clock.restart(item)
-        check(item, state_of(item.config))
+            check(item, state)
 
 
 @pytest.hookimpl(wrapper=True, tryfirst=True)

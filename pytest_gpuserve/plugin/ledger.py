@@ -26,7 +26,7 @@ class Row:
 
 @dataclass(slots=True)
 class Ledger:
-    """Counts by spec key, and one entry an incident: id, test, reason, verdict, incident (its directory), spared."""
+    """Counts by spec key, and one entry an incident."""
 
     rows: dict[str, Row] = field(default_factory=dict)
     incidents: list[dict[str, Any]] = field(default_factory=list)
@@ -43,7 +43,7 @@ class Ledger:
 
     def start_failed(self, spec: ServerSpec, error: ServerStartError, test: str | None) -> None:
         self._row(spec).failed_starts += 1
-        self.incident(spec, test, "start", error.verdict, error.incident, spared=False)
+        self.incident(spec, test=test, reason="start", verdict=error.verdict, incident=error.incident, spared=None)
 
     def hung(self, spec: ServerSpec) -> None:
         self._row(spec).hung += 1
@@ -51,11 +51,9 @@ class Ledger:
     def exited(self, spec: ServerSpec) -> None:
         self._row(spec).exited += 1
 
-    def incident(
-        self, spec: ServerSpec, test: str | None, reason: str, verdict: str, directory: str | None, *, spared: bool
-    ) -> None:
-        entry = {"id": spec.id, "test": test, "reason": reason, "verdict": verdict, "incident": directory}
-        self.incidents.append({**entry, "spared": spared})
+    def incident(self, spec: ServerSpec, **entry: str | None) -> None:
+        """test, reason, verdict, incident (its directory), spared (cookie of a server that soft mode kept alive)."""
+        self.incidents.append({"id": spec.id, **entry})
 
     def trouble(self, text: str) -> None:
         self.troubles.append(text)

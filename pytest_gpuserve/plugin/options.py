@@ -266,6 +266,16 @@ def read_settings(config: pytest.Config) -> Settings:
     )
 
 
+def alarm_limit(dump_timeout: float) -> float:
+    """Seconds an alarm may run; the rest of the dump budget is for ending the server and for the client to notice."""
+    return 0.8 * dump_timeout
+
+
+def incident_limit(dump_timeout: float) -> float:
+    """Seconds an incident gives itself: it ends before the supervisor ends it."""
+    return 0.85 * alarm_limit(dump_timeout)
+
+
 def keep_plan_here(config: pytest.Config) -> None:
     """A plan is made in one process: pytest-xdist must start no workers for it."""
     if OPTIONS[0].text(config)[0] == "plan" and hasattr(config.option, "numprocesses"):

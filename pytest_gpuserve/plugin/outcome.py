@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ..errors import ServerError
-from ..report.text import escape
+from ..text import escape
 from .evidence import MANUAL, SESSION_ALARM, TEST_ALARM
 from .state import ERROR, State
 
@@ -69,8 +69,9 @@ class Outcome:
             text = str(incident.get("text") or "").strip()
             if text and text not in said:
                 lines.append(text)
-            if incident.get("incident") and str(incident["incident"]) not in said + text:
-                lines.append(f"stacks of every process: {incident['incident']}")
+            where = str(incident.get("incident") or "")
+            if Path(where).name not in said + text:
+                lines.append(f"dumps: {where}")
         return "\n".join(escape(line) for line in "\n".join(filter(None, lines)).splitlines())
 
     def _account(self, slot: Slot, found: Finding, report: pytest.TestReport) -> None:
@@ -80,11 +81,11 @@ class Outcome:
             where = incident.get("incident")
             ledger.incident(
                 spec,
-                self._item.nodeid,
-                str(incident.get("reason")),
-                str(incident.get("verdict")),
-                str(where) if where else None,
-                spared=not found.killed and _to_blame(incident),
+                test=self._item.nodeid,
+                reason=str(incident.get("reason")),
+                verdict=str(incident.get("verdict")),
+                incident=str(where) if where else None,
+                spared=found.server.record.cookie if not found.killed and _to_blame(incident) else None,
             )
             self._item.config.hook.pytest_gpuserve_incident(server=found.server, incident=incident)
         if found.killed:
@@ -108,7 +109,7 @@ class Outcome:
                 }
         if not values:
             return
-        values["gpuserve_phase"] = _phase(values["gpuserve_incident"])
+        values["gpuserve_phase"] = str(_read(values["gpuserve_incident"]).get("phase") or "")
         kept = [entry for entry in self._item.user_properties if entry[0] not in _PROPERTIES]
         self._item.user_properties[:] = kept + [(name, values[name]) for name in _PROPERTIES if values[name]]
 
@@ -144,7 +145,8 @@ def _headline(found: Finding, timeout: float | None) -> str:
 
 
 def _to_blame(incident: Mapping[str, Any]) -> bool:
-    return incident.get("verdict") not in ("ready", "slow", "degraded", "undecided", None)
+    """The server was ended for it, or would have been without --gpuserve-mode=soft."""
+    return bool(incident.get("kill")) or _read(incident.get("incident") or "").get("why", "").startswith("mode=soft")
 
 
 def _where(found: Finding) -> str:
@@ -152,11 +154,13 @@ def _where(found: Finding) -> str:
     return f" ({last.get('verdict')}, {last.get('incident')})" if last else ""
 
 
-def _phase(incident: str) -> str:
+def _read(incident: str) -> dict[str, Any]:
+    """incident.json; empty when there is none, or not yet."""
     try:
-        return str(json.loads((Path(incident) / "incident.json").read_text(encoding="utf-8")).get("phase") or "")
-    except (OSError, ValueError, AttributeError):
-        return ""
+        found = json.loads((Path(incident) / "incident.json").read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def _end_in_their_code(error: ServerError, traceback: TracebackType) -> None:

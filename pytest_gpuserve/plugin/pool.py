@@ -21,7 +21,7 @@ from ..server.paths import session_directory
 from ..spec import ServerSpec
 from .checks import gpus_for, uses_gpus
 from .evidence import SESSION_ALARM, TEST_ALARM, Evidence
-from .options import Settings
+from .options import Settings, alarm_limit, incident_limit
 from .resolve import Wanted, as_layer, build, resolve
 from .state import ERROR, PROBLEM, WANTED, State
 from .watching import Watching
@@ -224,11 +224,12 @@ class Pool:
 
     def _incident(self, directory: Path, reason: str, test: str | None, after: float | None = None) -> list[str]:
         settings = self._state.settings
-        return command(directory, settings.artifacts, reason, test=test, after=after, soft=settings.soft)
+        limit = incident_limit(settings.dump_timeout)
+        return command(directory, settings.artifacts, reason, test=test, after=after, soft=settings.soft, limit=limit)
 
     def _arm(self, slot: Slot, name: str, deadline: float, test: str | None, after: float | None) -> None:
         argv = self._incident(slot.server.directory, name, test, after)
-        slot.evidence.quietly(slot.server.control.arm, name, deadline, argv, 0.8 * slot.limits.dump_timeout)
+        slot.evidence.quietly(slot.server.control.arm, name, deadline, argv, alarm_limit(slot.limits.dump_timeout))
 
     def _hold(self, slot: Slot, item: pytest.Item | None) -> None:
         """Held by the innermost fixture being set up, or else by the test; by nobody outside of tests."""

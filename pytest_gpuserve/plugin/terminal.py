@@ -41,7 +41,7 @@ def summary(reporter: pytest.TerminalReporter, state: State) -> None:
 
 
 def _servers(reporter: pytest.TerminalReporter, ledger: Ledger, state: State) -> None:
-    from ..report.text import escape
+    from ..text import escape
 
     total = {name: sum(getattr(row, name) for row in ledger.rows.values()) for name in ("started", "reused")}
     reporter.section("gpuserve", "=")
@@ -58,7 +58,7 @@ def _servers(reporter: pytest.TerminalReporter, ledger: Ledger, state: State) ->
         test = f" in {entry['test']}" if entry["test"] else ""
         reporter.line(escape(f"{entry['verdict']}: {entry['id']}{test} ({entry['reason']}): {where}"))
     if state.settings.soft:
-        spared = sum(1 for entry in ledger.incidents if entry["spared"])
+        spared = len({entry["spared"] for entry in ledger.incidents} - {None})
         reporter.line(f"soft mode: {_count(spared, 'server')} would have been killed")
     for text in ledger.troubles:
         reporter.line(escape(text))
@@ -66,7 +66,7 @@ def _servers(reporter: pytest.TerminalReporter, ledger: Ledger, state: State) ->
 
 def _plan(reporter: pytest.TerminalReporter, items: list[pytest.Item]) -> None:
     """What a run would start: each server once, with the tests that want it, in order. Starts and probes nothing."""
-    from ..report.text import escape
+    from ..text import escape
 
     servers: dict[str, tuple[ServerSpec, list[pytest.Item]]] = {}
     for item in items:

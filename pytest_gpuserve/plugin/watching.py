@@ -10,7 +10,7 @@ from typing import Any
 from ..report.incident import command
 from ..server.paths import session_directory, state_root
 from ..watch.watcher import start
-from .options import Settings
+from .options import Settings, alarm_limit, incident_limit
 
 END_LIMIT = 5.0
 """Seconds for the watcher to end by itself."""
@@ -43,11 +43,12 @@ class Watching:
 
 def configuration(settings: Settings) -> Mapping[str, Any]:
     """What :func:`pytest_gpuserve.watch.watcher.start` takes."""
-    argv = command(Path("{server}"), settings.artifacts, "{reason}", soft=settings.soft)
+    limit = incident_limit(settings.dump_timeout)
+    argv = command(Path("{server}"), settings.artifacts, "{reason}", soft=settings.soft, limit=limit)
     window = settings.stall_timeout
     return {
         "incident": [*argv, "--after", "{after}"],
-        "limit": 0.8 * settings.dump_timeout,
+        "limit": alarm_limit(settings.dump_timeout),
         "budgets": {"window": window} if isinstance(window, float) else {},
         "cache": str(state_root() / "stillness"),
     }

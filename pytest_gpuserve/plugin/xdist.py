@@ -38,12 +38,13 @@ class Controller:
     @pytest.hookimpl(optionalhook=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """A worker died in a test (pytest-timeout's thread method ends the process): say where the stacks are."""
-        from ..report.text import escape
+        from ..text import escape
 
         for incident in self._incidents(crashitem):
-            report.sections.append(("gpuserve", escape(f"{incident['text']}\n{incident['incident'] or ''}".rstrip())))
-            for key in ("verdict", "incident"):
-                report.user_properties.append((f"gpuserve_{key}", str(incident.get(key) or "")))
+            text, where = str(incident.get("text") or ""), str(incident.get("incident") or "")
+            told = text if Path(where).name in text else f"{text}\ndumps: {where}"
+            report.sections.append(("gpuserve", escape(told)))
+            report.longrepr = escape(f"{report.longrepr}\ngpuserve: {incident.get('verdict')}, dumps: {where}")
 
     def _incidents(self, test: str) -> Iterator[Mapping[str, Any]]:
         from ..server.paths import state_root

@@ -105,8 +105,11 @@ class Project:
         return sorted(path.parent for path in self.path.glob("gpuserve-artifacts/*/incident.json"))
 
     def junit(self, name: str = "junit.xml") -> dict[str, ET.Element]:
-        """Test cases of a junit file by name."""
-        return {case.get("name", ""): case for case in ET.parse(self.path / name).iter("testcase")}
+        """Test cases of a junit file by name; where a test has two (its teardown failed too), the first."""
+        cases: dict[str, ET.Element] = {}
+        for case in ET.parse(self.path / name).iter("testcase"):
+            cases.setdefault(case.get("name", ""), case)
+        return cases
 
     def left(self) -> list[str]:
         """Processes that belong to a server or supervisor of this project and still live."""
