@@ -207,6 +207,7 @@ class Scene:
     witnesses: tuple[Witness, ...] = ()
     answers: bool | None = None
     server_exit: int | None = None
+    log_size: int | None = None  # bytes, when the incident began
 
     @property
     def known(self) -> list[list[ProcessDump]]:
@@ -217,6 +218,13 @@ class Scene:
     def merged(self) -> Merged:
         return merge(self.known)
 
+    def still(self, merged: Merged) -> bool:
+        """Nothing moved while we looked, for more than one round: no stack, no CPU, no reads, no log."""
+        if len(self.rounds) < 2 or self.log_size is None or size_of(self.record.log) != self.log_size:
+            return False
+        busy = [m for m in merged.members if (m.cpu or 0) > 0.05 or (m.read or 0) > 1e6]
+        return not merged.moving and not busy
+
     def evidence(self, merged: Merged) -> Evidence:
         record = self.record
         rounds = self.known
@@ -225,6 +233,8 @@ class Scene:
         labels = {d.label for d in last if d.role.rank is not None} | set(self.log.phases)
         wanted = expected(record, labels)
         seen = progress(record.directory)
+        if seen is not None and seen.state == "moving" and self.still(merged):
+            seen = replace(seen, state="suspect", moving=())  # it moved before we came, and has not since
         environment = procfs.environ(pids[0]) if pids else {}
         return Evidence(
             reason=self.reason,
@@ -249,6 +259,13 @@ class Scene:
             requests=requests_in_flight(record.directory),
             test=self.test,
         )
+
+
+def size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
 
 
 def requests_in_flight(directory: Path) -> int | None:

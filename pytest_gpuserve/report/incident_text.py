@@ -53,12 +53,15 @@ def summary(words: Words, where: str) -> str:
     """The text of the failing test's report: at most 60 lines for any number of ranks."""
     scene, judgement = words.scene, words.judgement
     parts = [words.clean(judgement.text)]
-    if not words.decision.kill and scene.answers:
+    healthy = not words.decision.kill and bool(scene.answers)
+    if healthy and scene.reason != "manual":  # the server's stacks are of no interest here, the test's own are
         parts.append(f"the server answers; the test is stuck in its own code{_owner_place(words)}.")
-    parts += _phase_lines(words)
-    parts += _stack_lines(words, 24)
-    parts += _log_lines(words, 12)
-    parts += _machine_lines(words)
+        parts += _owner_lines(words)[:20]
+    else:
+        parts += _phase_lines(words)
+        parts += _stack_lines(words, 24)
+        parts += _log_lines(words, 12)
+        parts += _machine_lines(words)
     parts += [words.line(note, None) for note in _notes(words)]
     parts.append(f"{'ended' if words.decision.kill else 'spared'}: {words.line(words.decision.why)}")
     parts.append(f"dumps: {words.line(where, None)}")

@@ -19,7 +19,7 @@ from typing import Any
 from .. import procfs
 from ..diagnose import parse, stacks
 from ..diagnose.evidence import Evidence, LogFact, Witness
-from ..diagnose.merge import Merged, merge
+from ..diagnose.merge import Merged
 from ..diagnose.model import Judgement, ProcessDump
 from ..diagnose.roles import any_role
 from ..diagnose.verdict import judge
@@ -30,7 +30,7 @@ from ..server.control import Control
 from ..server.record import ServerRecord, processes
 from ..text import escape
 from . import gather, incident_json, incident_text
-from .blame import EXIT_KILL, Decision, Witnesses, decide
+from .blame import EXIT_KILL, EXIT_SPARE, Decision, Witnesses, decide
 from .files import incident_name, open_stores, put_line, safe_name
 from .gather import Later, Scene
 from .probe import Probe, ask, test_waits
@@ -103,6 +103,7 @@ class Taking:
     def run(self) -> Incident:
         record, scene = self._record, self._scene
         self._announce()
+        scene.log_size = gather.size_of(record.log)
         if self._leave is not None:
             threading.Thread(target=self._clock, name="gpuserve-clock", daemon=True).start()
         exited = Control(record.directory, record.supervisor).last("exited")
@@ -123,7 +124,7 @@ class Taking:
         self._waits = test_waits(
             self._owner, record.owner.pid, record.port, gather.requests_in_flight(record.directory)
         )
-        merged = merge(scene.rounds)
+        merged = scene.merged
         witnesses: Later[tuple[Witness, ...]] = Later(lambda: gather.witnesses(merged, 6.0), ())
         scene.witnesses = witnesses.get(min(6.5, self._left() - 4))
         scene.gpus = gpus.get(min(5.0, self._left() - 4))
@@ -167,7 +168,7 @@ class Taking:
                 self._line(judgement.verdict, f"{taken.text}\n{note}", judgement, decision)
         except Exception:
             traceback.print_exc()
-            return EXIT_KILL
+            return EXIT_SPARE if self._request.soft or self._request.reason == "manual" else EXIT_KILL
         return decision.exit_code
 
     # Stacks
@@ -280,7 +281,7 @@ class Taking:
         """Judge what there is and write it; the last time decides."""
         scene = self._scene
         scene.rounds = [gather.name_the_dead(dumps, scene) for dumps in scene.rounds]
-        merged = merge(scene.rounds)
+        merged = scene.merged
         evidence, judgement = self._judge(merged)
         decision = decide(scene.reason, self._witnesses(merged, judgement))
         words = incident_text.Words(

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import time
 from dataclasses import replace
 from pathlib import Path
 
@@ -96,6 +98,29 @@ def test_spared_server_names_the_tests_own_place():
     )
     assert "the server answers; the test is stuck in its own code, at stuck_in_test (stuck_in_test.py:7)." in text
     assert "spared: why it is so" in text
+    assert "stuck_in_test (/srv/app/stuck_in_test.py:7)" in text
+    assert "recv_requests" not in text
+    assert len(text.splitlines()) < 20
+
+
+def test_what_moved_before_but_not_while_we_looked_is_not_moving(tmp_path):
+    """The watcher tells every few seconds only."""
+    dumps = [dump(n, "all_reduce" if n else "sleeps_here", cpu_seconds=1.0, read_bytes=0) for n in range(3)]
+    rounds = [[replace(d, taken=t) for d in dumps] for t in (0.0, 4.0)]
+    told = {"state": "moving", "still": 1.0, "window": 60.0, "moving": ["log"], "monotonic": time.monotonic()}
+    (tmp_path / "progress.json").write_text(json.dumps(told))
+    (tmp_path / "server.log").write_text("x")
+    found = words(dumps)
+    scene = found.scene
+    scene.record = replace(scene.record, directory=tmp_path, log=tmp_path / "server.log")
+    scene.rounds, scene.log_size = rounds, 1
+    assert scene.evidence(merge(rounds)).progress.state == "suspect"
+    assert judge(scene.evidence(merge(rounds))).verdict == "hang"
+    busy = [rounds[0], [replace(d, facts={"cpu_seconds": 3.0}) for d in rounds[1]]]
+    scene.rounds = busy
+    assert scene.evidence(merge(busy)).progress.state == "moving"
+    scene.rounds, scene.log_size = rounds, 0  # the log has grown
+    assert scene.evidence(merge(rounds)).progress.state == "moving"
 
 
 def test_stacks_text_reads_back():
