@@ -231,8 +231,6 @@ class _Wait:
         if first and first.kind == "fired":
             self._budget_over()
         elif first and first.kind == "exited":
-            if other := self._intruder():
-                raise self._port_error(other)
             what = exit_text(int(first.data["code"]))
             if first.data["code"] == 0 and processes(self._record):
                 what += " and left processes behind (a server must stay in the foreground: look for a daemon option)"

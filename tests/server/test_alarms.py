@@ -7,6 +7,7 @@ import os
 import sys
 import time
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 from typing import Any
 
@@ -95,6 +96,8 @@ def test_a_second_alarm_waits_for_the_first(serve: Any, tmp_path: Path, wait_for
     for name, code in (("one", 75), ("two", 75), ("three", 0)):
         line = f"f = open({str(out)!r}, 'a', buffering=1); f.write('+{name} '); time.sleep(0.3); f.write('-{name} ')"
         server.control.arm(name, now + 0.1, script(f"{line}; sys.exit({code})"), 10)
+    with suppress(ServerError):  # each look wakes the supervisor up
+        wait_for(lambda: server.control.status()["stopping"])
     ended(server, wait_for)
     assert out.read_text() == "+one -one +two -two +three -three "
 

@@ -138,14 +138,17 @@ def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path) -> None:
 def test_few_descriptors(tmp_path: Path, wait_for: Wait) -> None:
     """The server gets the limit it was given; the supervisor takes what the hard limit allows, here nothing more."""
     soft, hard = resource.getrlimit(resource.RLIMIT_NOFILE)
-    argv = ["python3", "-c", "import resource,time; print(resource.getrlimit(7), flush=True); time.sleep(300)"]
-    argv[0] = sys.executable
-    process, directory = bare(tmp_path, argv=argv)
+    code = "import resource,time; print(resource.getrlimit(resource.RLIMIT_NOFILE), flush=True); time.sleep(300)"
+    resource.setrlimit(resource.RLIMIT_NOFILE, (min(soft, hard) - 1, hard))
+    try:
+        process, directory = bare(tmp_path, argv=[sys.executable, "-c", code])
+    finally:
+        resource.setrlimit(resource.RLIMIT_NOFILE, (soft, hard))
     assert process.stdout
     process.stdout.read()
     resource.prlimit(process.pid, resource.RLIMIT_NOFILE, (24, 24))
     wait_for(lambda: (directory / "server.log").read_text())
-    assert (directory / "server.log").read_text().strip() == str((soft, hard))
+    assert (directory / "server.log").read_text().strip() == str((min(soft, hard) - 1, hard))
     clients = []
     for _ in range(30):
         clients.append(connect(directory))
@@ -154,6 +157,17 @@ def test_few_descriptors(tmp_path: Path, wait_for: Wait) -> None:
     wait_for(lambda: ask(directory, do="status")["ok"])
     assert ask(directory, do="stop", grace=0)["ok"]
     assert process.wait(20) == 0
+    process.stdout.close()
+
+
+def test_an_owner_is_a_pid_and_a_start_time(tmp_path: Path) -> None:
+    """A process that has got the pid of a dead owner is no owner."""
+    me = procfs.process_id(os.getpid())
+    assert me
+    process, directory = bare(tmp_path, owners=[[me.pid, me.start - 1]])
+    assert process.wait(20) == 0
+    assert '"why": "owner"' in (directory / "events.jsonl").read_text()
+    assert process.stdout
     process.stdout.close()
 
 

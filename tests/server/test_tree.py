@@ -54,7 +54,6 @@ def decoy(*words: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
         ("stopped-child",),
         ("half-dead",),
         ("titled",),
-        ("hop",),
         ("breed",),
         ("daemonize-child", "child"),
     ],
@@ -69,6 +68,19 @@ def test_stop_leaves_nothing(serve: Any, tagged: Any, what: tuple[str, ...]) -> 
     assert tagged.alive() == {}
     assert server.left == []
     assert time.monotonic() - begin < 6.0
+
+
+def test_what_is_never_where_one_looks(serve: Any, tmp_path: Path) -> None:
+    """A server's child that forks and exits some hundred times a second, in ever new sessions."""
+    hops = tmp_path / "hops"
+    server = serve(f"hop={hops}")
+    begin = hops.stat().st_size
+    time.sleep(0.3)
+    assert hops.stat().st_size > begin
+    server.stop()
+    end = hops.stat().st_size
+    time.sleep(0.5)
+    assert hops.stat().st_size == end
 
 
 def test_a_root_that_obeys_ends_at_once_and_the_rest_is_asked(serve: Any, tagged: Any) -> None:
@@ -230,6 +242,19 @@ def test_the_record_lists_the_tree(serve: Any, tagged: Any) -> None:
     assert record == server.record
     assert {entry.pid for entry in processes(record)} == set(tagged.alive())
     assert processes(record)[0].pid == record.root.pid
+
+
+def test_a_process_whose_first_thread_has_exited_is_alive(serve: Any, tagged: Any, wait_for: Wait) -> None:
+    server = serve("half-dead")
+    supervisor = server.record.supervisor.pid
+    (pid,) = set(procfs.descendants(supervisor)) - {server.record.root.pid, *_own(supervisor)}
+    wait_for(lambda: procfs.stat(pid).state == "Z")  # type: ignore[union-attr]
+    assert pid in [entry.pid for entry in processes(server.record)]
+    assert tree.stat(pid) is not None
+
+
+def _own(supervisor: int) -> set[int]:
+    return {pid for pid, entry in procfs.snapshot().items() if entry.session == supervisor}
 
 
 def test_what_will_not_die_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
