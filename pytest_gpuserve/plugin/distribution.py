@@ -97,14 +97,18 @@ class WorkerEnd:
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, Any, Any]:
-        """Describe the tests before pytest-xdist reports them.
+        """Describe the tests before pytest-xdist reports them."""
+        self._channel.send(describe(session.items, self._server_of))
+        return (yield)
 
-        The pause is added when the controller's scheduler turns out to be ours: others run whatever is in ``items``.
+    @pytest.hookimpl(tryfirst=True)
+    def pytest_runtestloop(self, session: pytest.Session) -> None:
+        """Add the pause when the controller's scheduler turns out to be ours: others run whatever is in ``items``.
+
+        Not before every plugin is through with the collection, and before pytest-xdist looks at what it is sent.
         """
         pause = Pause.from_parent(session, name="gpuserve-pause")
         self._channel.setcallback(lambda _: session.items.append(pause))
-        self._channel.send(describe(session.items, self._server_of))
-        return (yield)
 
     @pytest.hookimpl(tryfirst=True)
     def pytest_runtest_protocol(self, item: pytest.Item, nextitem: pytest.Item | None) -> bool | None:

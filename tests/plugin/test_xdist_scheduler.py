@@ -321,7 +321,7 @@ def test_without_a_cache_nothing_is_known() -> None:
 # ---- with pytest-xdist, workers of its own, and a stand-in for servers
 
 CONFTEST = """
-import json, os, pytest
+import json, os, time, pytest
 from pytest_gpuserve.plugin.distribution import CHANNEL, Distributor, WorkerEnd
 
 def server_of(item):
@@ -334,6 +334,10 @@ def pytest_configure(config):
         config.pluginmanager.register(WorkerEnd(channel, server_of, lambda item: note("last", item.name)))
     elif config.getoption("tx", None):
         config.pluginmanager.register(Distributor(config, dict, lambda: 8))
+
+def pytest_collection_finish(session):
+    time.sleep(0.3)  # the controller has answered by now
+    assert all(item.function for item in session.items), "no item of ours is in the way of other plugins"
 
 def note(*what):
     with open(os.path.join(os.environ["NOTES"], os.environ.get("PYTEST_XDIST_WORKER", "main")), "a") as file:
