@@ -176,7 +176,25 @@ def test_vllm_tags(tag: str, label: str) -> None:
 
 def test_coloured_tags() -> None:
     log = b"\x1b[1;36m(Worker_TP1 pid=4)\x1b[0;0m INFO 02-11 09:14:32 [r.py:1] Starting to load model x...\n"
-    assert shown(read(log, VLLM).ranks()["TP1"]) == "weight_load"
+    log = log.replace(b"TP1 pid=4", b"TP0 pid=3") + log
+    log += b"\x1b[1;36m(Worker_TP1 pid=4)\x1b[0;0m \r"
+    log += b"Loading safetensors checkpoint shards:  25% Completed | 1/4 [00:01<00:03]\n"
+    found = read(log, VLLM).ranks()
+    assert {label: shown(rank) for label, rank in found.items()} == {"TP0": "weight_load", "TP1": "weight_load 1/4"}
+    assert found["TP0"].last_line.startswith("(Worker_TP0 pid=3) INFO")
+
+
+def test_numbers_in_the_world_give_way_to_coordinates() -> None:
+    """vLLM 0.15 prints these without a prefix: nothing joins them to the workers' tags."""
+    log = b"".join(
+        b"INFO 02-11 09:14:28 [p.py:1] world_size=4 rank=%d local_rank=0 backend=nccl\n" % n for n in range(4)
+    )
+    assert list(read(log, VLLM).ranks()) == ["TP0", "TP1", "TP2", "TP3"]
+    log += b"".join(
+        b"(Worker_DP%d_TP%d pid=%d) INFO 02-11 09:14:32 [r.py:2] Starting to load model x...\n" % (n // 2, n % 2, n)
+        for n in range(4)
+    )
+    assert list(read(log, VLLM).ranks()) == ["DP0 TP0", "DP0 TP1", "DP1 TP0", "DP1 TP1"]
 
 
 def test_untitled_workers_are_told_by_their_number_until_they_have_a_tag() -> None:
