@@ -7,6 +7,7 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from itertools import takewhile
 from pathlib import Path
 
 from ..diagnose.evidence import Evidence
@@ -56,7 +57,7 @@ def summary(words: Words, where: str) -> str:
     healthy = not words.decision.kill and bool(scene.answers)
     if healthy and scene.reason != "manual":  # the server's stacks are of no interest here, the test's own are
         parts.append(f"the server answers; the test is stuck in its own code{_owner_place(words)}.")
-        parts += _owner_lines(words)[:20]
+        parts += takewhile(lambda line: "/_pytest/" not in line, _owner_lines(words)[:20])
     else:
         parts += _phase_lines(words)
         parts += _stack_lines(words, 24)

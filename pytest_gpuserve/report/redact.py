@@ -128,8 +128,11 @@ class Redactor:
             return self._secret(value) if name and sensitive.is_secret_name(name) else self._short(value)
         if isinstance(value, Mapping):
             return {self._short(str(k)): self.value(v, str(k)) for k, v in value.items()}
-        if isinstance(value, (list, tuple)):
-            return [self.value(v, name) for v in value]
+        if isinstance(value, (list, tuple)):  # of a command line, the word after --api-key is the secret
+            flags = [
+                v if isinstance(v, str) and v.startswith("-") and sensitive.is_secret_name(v) else "" for v in value
+            ]
+            return [self.value(v, flag or name) for v, flag in zip(value, ["", *flags], strict=False)]
         return value
 
     def _short(self, text: str) -> str:

@@ -169,6 +169,8 @@ def until(condition: Callable[[], object], what: str, limit: float = 20.0) -> No
 def pythons() -> dict[str, str]:
     """Version to interpreter, of those that this machine has: on PATH, or installed by pyenv."""
     found = {v: path for v in map("3.{}".format, range(8, 16)) if (path := _works(shutil.which(f"python{v}")))}
+    if path := _works("/usr/bin/python3"):  # a distribution's, without a shared libpython
+        found["system"] = path
     root = Path(os.environ.get("PYENV_ROOT", Path.home() / ".pyenv"))
     for binary in sorted(root.glob("versions/3.*/bin/python")):
         version = ".".join(binary.parent.parent.name.split(".")[:2])
@@ -179,7 +181,7 @@ def pythons() -> dict[str, str]:
 
 def _works(path: str | None) -> str | None:
     """pyenv's shims exist for versions that are not selected; they fail when run."""
-    if path is None:
+    if path is None or not Path(path).exists():
         return None
     ran = subprocess.run([path, "-c", ""], capture_output=True, timeout=30, check=False)
     return path if ran.returncode == 0 else None

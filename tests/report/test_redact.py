@@ -218,12 +218,12 @@ def test_environment_is_an_allow_list():
 def test_json_values():
     value = {
         "args": {"api_key": KEY, "tp": 8, "none": None},
-        "argv": ["--x", "/home/alice/m"],
+        "argv": ["--x", "/home/alice/m", "--api-key", KEY, f"--hf-token={KEY}"],
         "n": [1, {"token": KEY}],
     }
     assert redactor().value(value) == {
         "args": {"api_key": "<secret-1>", "tp": 8, "none": None},
-        "argv": ["--x", "~/m"],
+        "argv": ["--x", "~/m", "--api-key", "<secret-1>", "--hf-token=<secret-1>"],
         "n": [1, {"token": "<secret-1>"}],
     }
 
