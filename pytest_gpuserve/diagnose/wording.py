@@ -53,7 +53,8 @@ def _text(case: Case, finding: Finding, phase: str | None) -> str:
         clauses.extend(_class_clauses(case, finding))
     if finding.undecided:
         clauses.append(finding.undecided)
-    sentences = [f"{head}: {'; '.join(clauses)}." if clauses else f"{head}."]
+    said = "; ".join(clause.rstrip(". ") for clause in clauses)
+    sentences = [f"{head}: {said}." if said else f"{head}."]
     if finding.slow:
         sentences.append(_slow_sentence(finding))
     sentences.extend(_advice(finding))
