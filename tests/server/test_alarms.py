@@ -94,7 +94,7 @@ def test_a_second_alarm_waits_for_the_first(serve: Any, tmp_path: Path, wait_for
     out = tmp_path / "out"
     now = time.monotonic()
     for name, code in (("one", 75), ("two", 75), ("three", 0)):
-        line = f"f = open({str(out)!r}, 'a', buffering=1); f.write('+{name} '); time.sleep(0.3); f.write('-{name} ')"
+        line = f"f = open({str(out)!r}, 'ab', 0); f.write(b'+{name} '); time.sleep(0.3); f.write(b'-{name} ')"
         server.control.arm(name, now + 0.1, script(f"{line}; sys.exit({code})"), 10)
     with suppress(ServerError):  # each look wakes the supervisor up
         wait_for(lambda: server.control.status()["stopping"])

@@ -71,16 +71,16 @@ def test_stop_leaves_nothing(serve: Any, tagged: Any, what: tuple[str, ...]) -> 
 
 
 def test_what_is_never_where_one_looks(serve: Any, tmp_path: Path) -> None:
-    """A server's child that forks and exits some hundred times a second, in ever new sessions."""
-    hops = tmp_path / "hops"
-    server = serve(f"hop={hops}")
-    begin = hops.stat().st_size
+    """Children of a server that fork and exit some hundred times a second, in ever new sessions."""
+    hops = [tmp_path / f"hops{n}" for n in range(4)]
+    server = serve(*(f"hop={path}" for path in hops))
+    begin = [path.stat().st_size for path in hops]
     time.sleep(0.3)
-    assert hops.stat().st_size > begin
+    assert all(path.stat().st_size > size for path, size in zip(hops, begin, strict=True))
     server.stop()
-    end = hops.stat().st_size
+    end = [path.stat().st_size for path in hops]
     time.sleep(0.5)
-    assert hops.stat().st_size == end
+    assert [path.stat().st_size for path in hops] == end
 
 
 def test_a_root_that_obeys_ends_at_once_and_the_rest_is_asked(serve: Any, tagged: Any) -> None:
