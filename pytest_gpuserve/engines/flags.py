@@ -19,6 +19,7 @@ from typing import Any, Final
 
 from ..errors import EngineError
 from ..spec import ServerSpec
+from ..text import one_line
 
 HELP_LIMIT: Final = 300.0
 """Seconds that ``--help`` may take: it imports torch, from a cold disk perhaps."""
@@ -228,7 +229,7 @@ def _run(argv: Sequence[str], env: Mapping[str, str], cwd: str | None, limit: fl
         err.seek(max(0, err.seek(0, os.SEEK_END) - 4096))
         if code:
             tail = [line for line in err.read().decode(errors="replace").splitlines() if line.strip()][-1:]
-            said = "".join(c if c.isprintable() else "?" for c in "".join(tail))[:300]
+            said = one_line("".join(tail), 300)
             raise EngineError(
                 f"{engine} could not tell its flags: {python} exited with code {code}{': ' + said if said else ''}. "
                 f"Its server would not start either; mend the installation, or name another interpreter with python=."

@@ -11,6 +11,7 @@ from ..errors import EngineError, SpecError
 from ..spec import AxisValue, ServerSpec
 from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, need_model, switch
 from .base import Launch, LogGrammar, PhaseRule, ProcessRole, Rank, ReadyProbe
+from .drafter import check_draft, check_draft_attention
 from .flags import Install, installed
 from .titles import common_role, coordinates
 
@@ -294,6 +295,8 @@ def _spec_decode(value: AxisValue, spec: ServerSpec, args: Arguments, install: I
         )
     if isinstance(model := detail.get("draft_model"), str):
         detail["draft_model"] = local_path(model, "draft_model", spec)
+        check_draft(spec, value.name, model)
+        check_draft_attention(spec, model, detail.get("draft_attention_backend"))
     _complete(detail)
     args.set(flag, algorithm)
     for name, setting in detail.items():

@@ -13,6 +13,7 @@ from ..errors import EngineError, SpecError
 from ..spec import AxisValue, ServerSpec
 from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, need_model, switch
 from .base import Launch, LogGrammar, PhaseRule, ProcessRole, ReadyProbe
+from .drafter import check_draft
 from .flags import Install, installed
 from .titles import common_role, coordinates
 
@@ -202,8 +203,7 @@ class VLLM:
 
     def process_role(self, cmdline: Sequence[str], comm: str) -> ProcessRole | None:
         """By title (``VLLM::Worker_DP0_TP1_EP1``; the prefix may be another); workers have numbers once initialised."""
-        title = cmdline[0] if cmdline else comm
-        prefix, mark, kind = title.partition("::")
+        prefix, mark, kind = (cmdline[0] if cmdline else comm).partition("::")
         if mark and prefix and not prefix.startswith("sglang"):
             if kind.startswith("Worker"):
                 return ProcessRole("worker", coordinates(kind))
@@ -328,6 +328,7 @@ def _spec_decode(value: AxisValue, spec: ServerSpec, args: Arguments, install: I
         raise SpecError(f'spec_decode {value.name} needs a draft: write {{"{value.name}": {{"draft_model": "…"}}}}.')
     if isinstance(model := config.get("model"), str):
         config["model"] = local_path(model, "draft_model", spec)
+        check_draft(spec, value.name, model)
     if config.get("draft_tensor_parallel_size", 1) not in (1, spec.tp):
         raise EngineError(f"vLLM runs a draft on one rank or on all: draft_tp must be 1 or {spec.tp} (tp).")
     args.choose("spec_decode", "--speculative-config", json.dumps(config))

@@ -1,0 +1,91 @@
+"""Whether a draft model fits its target, from the two config.json files: a second instead of a load of minutes."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Final
+
+from ..errors import SpecError
+from ..spec import ServerSpec
+
+MLA_BACKENDS: Final = frozenset({"trtllm_mla", "cutlass_mla", "flashmla", "cutedsl_mla", "tokenspeed_mla"})
+"""SGLang attention backends that serve only models with latent attention (``kv_lora_rank``)."""
+
+_HEADS = ("eagle", "eagle3")
+
+
+def check_draft(spec: ServerSpec, method: str, draft: str) -> None:
+    """Compare the configurations of ``spec.model`` and its draft, where both are local folders.
+
+    ``method`` is the algorithm in small letters. Hub ids are left to the engine: nothing is downloaded.
+
+    Raises:
+        SpecError: they cannot work together, or the draft has no readable configuration.
+    """
+    base = Path(spec.cwd or "")
+    target_folder, draft_folder = base / Path(spec.model or "").expanduser(), base / Path(draft).expanduser()
+    if not spec.model or not (target_folder / "config.json").is_file() or not draft_folder.is_dir():
+        return
+    target, outer = _config(target_folder), _config(draft_folder)
+    config = {**outer, **outer.get("transformer_layer_config", {})}  # the format of the speculators library
+    _same(method, "vocabulary", target.get("vocab_size"), outer.get("target_vocab_size") or config.get("vocab_size"))
+    if method not in _HEADS:
+        return
+    names = " ".join(map(str, outer.get("architectures") or ())).lower()
+    third = "eagle3" in names or "draft_vocab_size" in outer
+    if "eagle" in names or "speculators_model_type" in outer:
+        if third != (method == "eagle3"):
+            kind = "EAGLE-3" if third else "EAGLE"
+            raise SpecError(
+                f"draft_model is an {kind} head ({outer.get('architectures')}), but spec_decode says {method}. Write "
+                f"{'eagle3' if third else 'eagle'} in the mark, or name another draft."
+            )
+    elif not third:
+        raise SpecError(
+            f"draft_model is no EAGLE head: its config.json says {outer.get('architectures')}. Name a head that was "
+            f"trained for this target, or use another spec_decode."
+        )
+    width = outer.get("target_hidden_size") or config.get("target_hidden_size") or config.get("hidden_size")
+    _same(method, "hidden size", target.get("hidden_size"), width)
+
+
+def check_draft_attention(spec: ServerSpec, draft: str, own: object) -> None:
+    """A draft that names no backend of its own (``own``) runs on the target's, which may serve only latent attention.
+
+    SGLang issue 23490: AttributeError ``kv_lora_rank`` after the target has been loaded.
+
+    Raises:
+        SpecError: the draft has no latent attention and the target's backend serves nothing else.
+    """
+    axis = spec.axis("attention_backend")
+    folder = Path(spec.cwd or "") / Path(draft).expanduser()
+    if own or axis is None or axis.name not in MLA_BACKENDS or not folder.is_dir():
+        return
+    if not _config(folder).get("kv_lora_rank"):
+        raise SpecError(
+            f"the draft would inherit attention_backend {axis.name}, which serves only models with latent attention "
+            f"(MLA); this draft has none. Give it its own: draft_attention_backend in the details of spec_decode."
+        )
+
+
+def _config(folder: Path) -> dict[str, Any]:
+    try:
+        config = json.loads((folder / "config.json").read_text())
+        if not isinstance(config, dict):
+            raise TypeError
+    except (OSError, ValueError, TypeError):
+        raise SpecError(
+            f"{folder} has no readable config.json: it is no model. Correct the path in the mark."
+        ) from None
+    inner = config.get("text_config")
+    return {**config, **inner} if isinstance(inner, Mapping) else config
+
+
+def _same(method: str, what: str, target: object, draft: object) -> None:
+    if isinstance(target, int) and isinstance(draft, int) and target != draft:
+        raise SpecError(
+            f"the draft of spec_decode {method} was made for a {what} of {draft}, the target has {target}: they cannot "
+            f"work together. Name a draft that was trained for this target."
+        )
