@@ -134,7 +134,7 @@ class _Wait:
         self._w = waiting
         self._record = waiting.record
         self._begun = time.monotonic()
-        self._seen = len(waiting.control.events())
+        self._seen = 0  # a command that exits at once may have done so before this wait began
         self._said = ""
         self._last = "nothing has listened there yet"
         self._answered = False
