@@ -262,9 +262,17 @@ def clean(_: Requests, *, files: dict[str, str], skip: list[int]) -> None:
     with suppress(OSError):
         if os.stat("/proc/self/ns/ipc").st_ino == HOST_IPC and os.stat("/proc/self/ns/pid").st_ino != HOST_PIDS:
             blind = "the IPC namespace is shared with processes that cannot be seen from here"
-    for text, name in files.items():
+    linked: dict[int, str] = {}
+    with suppress(OSError):
+        linked = {os.lstat(f"{SHM}/{name}").st_ino: name for name in os.listdir(SHM) if name.startswith("sem.")}
+    for text, noted in files.items():
         with suppress(OSError):
-            inode, found = int(text), os.lstat(f"{SHM}/{name}")
+            inode, name = int(text), noted
+            if noted.startswith("sem.") and noted.endswith(" (deleted)"):
+                # glibc's sem_open makes sem.XXXXXX, links it to the semaphore's own name and unlinks it: the same
+                # inode goes on under a name that no process shows (joblib's sem.loky-* under SGLang 0.5.12)
+                name = linked.get(inode, noted)
+            found = os.lstat(f"{SHM}/{name}")
             if found.st_ino == inode and found.st_uid == os.geteuid() and modes.S_ISREG(found.st_mode):
                 if reason := why.get(inode, blind):
                     say("kept", name, reason)

@@ -32,7 +32,8 @@ def name() -> Iterator[str]:
     """A name for a file in /dev/shm."""
     found = f"gpuserve-test-{uuid.uuid4().hex[:12]}"
     yield found
-    (SHM / found).unlink(missing_ok=True)
+    for left in (SHM / found, SHM / f"sem.{found}"):
+        left.unlink(missing_ok=True)
 
 
 @contextlib.contextmanager
@@ -162,6 +163,14 @@ def test_what_the_server_mapped_is_unlinked(serve: Any, name: str) -> None:
     server.stop()
     assert not (SHM / name).exists()
     assert server.control.last("unlinked").data["name"] == name
+
+
+def test_a_named_semaphore_is_unlinked_too(serve: Any, name: str, wait_for: Wait) -> None:
+    server = serve(f"semaphore={name}")
+    wait_for(lambda: server.control.last("shm"))
+    assert (SHM / f"sem.{name}").exists()
+    server.stop()
+    assert not (SHM / f"sem.{name}").exists()
 
 
 def test_what_a_crashed_server_had_mapped_is_unlinked(serve: Any, name: str, wait_for: Wait) -> None:

@@ -124,6 +124,14 @@ def make_shm(name):
     os.close(fd)
 
 
+def named_semaphore(name):
+    """A POSIX semaphore that nobody unlinks: /dev/shm/sem.NAME, which its user maps under another, deleted name."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    libc.sem_open.restype = ctypes.c_void_p
+    if not libc.sem_open(f"/{name}".encode(), os.O_CREAT | os.O_EXCL, 0o600, 1):
+        raise OSError(ctypes.get_errno(), "sem_open")
+
+
 def tracked_shm(name):
     """Shared memory of multiprocessing, which its resource tracker unlinks when we are gone."""
     kept.append(shared_memory.SharedMemory(name=name, create=True, size=4096))
@@ -174,6 +182,8 @@ if __name__ == "__main__":
             breed()
         elif name == "shm":
             make_shm(value)
+        elif name == "semaphore":
+            named_semaphore(value)
         elif name == "tracked-shm":
             tracked_shm(value)
         elif name == "spawn-shm":
