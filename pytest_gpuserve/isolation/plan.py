@@ -220,9 +220,9 @@ def plan_text(
     if workers > 1:
         servers = longest_first(servers)
     lines = []
-    for n, unit in enumerate(servers, 1):
+    for unit in servers:
         took = f"about {minutes(unit.seconds)}" if unit.seconds is not None else "duration unknown"
-        lines.append(f"{n}. {unit.id}  ({unit.gpus} GPU{'s' if unit.gpus != 1 else ''}, {took})")
+        lines.append(f"{unit.id}  ({unit.gpus} GPU{'s' if unit.gpus != 1 else ''}, {took})")
         lines.extend(f"    {tests[position].nodeid}" for position in unit.tests)
         if gpus is not None and unit.gpus > gpus:
             lines.append(f"    cannot run here: {unit.gpus} GPUs wanted, {gpus} to lease")

@@ -11,6 +11,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
+from .state import WANTED, State
+
 MODES = ("load", "loadgroup")
 """Values of --dist that leave the choice to us; any other was made by the user."""
 
@@ -18,6 +20,26 @@ CHANNEL = "gpuserve_channel"
 
 ServerOf: TypeAlias = Callable[[pytest.Item], "tuple[str, str, int] | None"]
 """Key, readable id and number of GPUs of the server that a test wants; None: it wants none."""
+
+
+def install(config: pytest.Config, state: State) -> None:
+    """Register the end that belongs into this process."""
+    if state.is_worker:
+        if channel := config.workerinput.get(CHANNEL):  # type: ignore[attr-defined]
+            config.pluginmanager.register(WorkerEnd(channel, server_of, state.last_of_its_server), "gpuserve-worker")
+        return
+    from .durations import Durations
+
+    durations = Durations(config, lambda: distributor.served)
+    distributor = Distributor(config, durations.past, lambda: None)
+    config.pluginmanager.register(durations, "gpuserve-durations")
+    config.pluginmanager.register(distributor, "gpuserve-distributor")
+
+
+def server_of(item: pytest.Item) -> tuple[str, str, int] | None:
+    """Of a test whose marks have been read."""
+    wanted = item.stash.get(WANTED, None)
+    return None if wanted is None else (wanted.spec.key, wanted.spec.id, wanted.spec.tp)
 
 
 class Distributor:

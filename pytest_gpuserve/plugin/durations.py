@@ -7,10 +7,21 @@ from typing import Any
 
 import pytest
 
+from .state import WANTED, State
+
 KEY = "gpuserve/durations"
 
 KEPT = 20_000
 """Tests that are remembered; those not run for longest are forgotten first."""
+
+
+def remember(state: State) -> None:
+    """Keep the durations of a session that runs its tests in this process."""
+
+    def served() -> Collection[str]:
+        return {item.nodeid for item in state.planned if WANTED in item.stash}
+
+    state.config.pluginmanager.register(Durations(state.config, served), "gpuserve-durations")
 
 
 class Durations:

@@ -37,6 +37,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from .xdist import Controller
 
         config.pluginmanager.register(Controller(state), "gpuserve-controller")
+    if state.distributes or state.is_worker:
+        from .distribution import install
+
+        install(config, state)
 
 
 def pytest_sessionstart(session: pytest.Session) -> None:

@@ -23,6 +23,10 @@ LIMITS = ("startup_timeout", "grace", "dump_timeout")
 """Limits that a ``gpuserve`` mark may set for its own server, stronger than the options of the same name."""
 
 
+PLANNED_WORKERS: pytest.StashKey[int] = pytest.StashKey()
+"""How many processes a run would use, where only a plan is made."""
+
+
 @dataclass(frozen=True, slots=True)
 class Settings:
     """What the user chose for this session. Times in seconds.
@@ -277,8 +281,12 @@ def incident_limit(dump_timeout: float) -> float:
 
 
 def keep_plan_here(config: pytest.Config) -> None:
-    """A plan is made in one process: pytest-xdist must start no workers for it."""
+    """A plan is made in one process: pytest-xdist must start no workers for it, but the plan is for as many."""
     if OPTIONS[0].text(config)[0] == "plan" and hasattr(config.option, "numprocesses"):
+        asked = config.option.numprocesses
+        config.stash[PLANNED_WORKERS] = (
+            asked if isinstance(asked, int) and asked > 0 else len(config.option.tx or ()) or 1
+        )
         config.option.numprocesses, config.option.dist, config.option.tx = 0, "no", []
 
 

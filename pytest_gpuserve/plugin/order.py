@@ -30,6 +30,10 @@ class Order:
         result = yield
         items[:] = together(items)
         self._state.selected(items)
+        if self._state.pending and not self._state.is_worker:
+            from .durations import remember
+
+            remember(self._state)
         return result
 
 

@@ -101,6 +101,11 @@ class State:
         self.planned = items
         self.pending = Counter(item.stash[WANTED].spec.key for item in items if WANTED in item.stash)
 
+    def last_of_its_server(self, item: pytest.Item) -> None:
+        """Under pytest-xdist: the other tests of this test's server ran, or will run, in another worker."""
+        if wanted := item.stash.get(WANTED, None):
+            self.pending[wanted.spec.key] = 1
+
     def test_ended(self, item: pytest.Item) -> None:
         """The last attempt of a test is over."""
         self.item = None

@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING
 
 import pytest
 
-from .state import WANTED, State
+from .options import PLANNED_WORKERS
+from .state import State
 
 if TYPE_CHECKING:
-    from ..spec import ServerSpec
     from .ledger import Ledger
 
 
@@ -35,7 +35,7 @@ def header(state: State) -> list[str]:
 def summary(reporter: pytest.TerminalReporter, state: State) -> None:
     """The section at the end: the plan, or what became of the servers; nothing when none was asked for."""
     if state.settings.action == "plan":
-        _plan(reporter, state.planned)
+        _plan(reporter, state)
     else:
         _servers(reporter, state.ledger, state)
 
@@ -54,9 +54,9 @@ def _servers(reporter: pytest.TerminalReporter, ledger: Ledger, state: State) ->
         if told := ", ".join(f"{what} {_count(n, 'time')}" for what, n in troubles if n):
             reporter.line(escape(f"{row.id}: {told}"))
     for entry in ledger.incidents:
-        where = _short(state.config, Path(entry["incident"])) if entry["incident"] else "no evidence could be written"
+        where = f": {_short(state.config, Path(entry['incident']))}" if entry["incident"] else ""
         test = f" in {entry['test']}" if entry["test"] else ""
-        reporter.line(escape(f"{entry['verdict']}: {entry['id']}{test} ({entry['reason']}): {where}"))
+        reporter.line(escape(f"{entry['verdict']}: {entry['id']}{test} ({entry['reason']}){where}"))
     if state.settings.soft:
         spared = len({entry["spared"] for entry in ledger.incidents} - {None})
         reporter.line(f"soft mode: {_count(spared, 'server')} would have been killed")
@@ -64,27 +64,19 @@ def _servers(reporter: pytest.TerminalReporter, ledger: Ledger, state: State) ->
         reporter.line(escape(text))
 
 
-def _plan(reporter: pytest.TerminalReporter, items: list[pytest.Item]) -> None:
+def _plan(reporter: pytest.TerminalReporter, state: State) -> None:
     """What a run would start: each server once, with the tests that want it, in order. Starts and probes nothing."""
+    from ..isolation.plan import PlannedTest, plan_text
     from ..text import escape
+    from .distribution import server_of
+    from .durations import Durations
 
-    servers: dict[str, tuple[ServerSpec, list[pytest.Item]]] = {}
-    for item in items:
-        if wanted := item.stash.get(WANTED, None):
-            servers.setdefault(wanted.spec.key, (wanted.spec, []))[1].append(item)
-    tests = sum(len(users) for _, users in servers.values())
+    tests = [PlannedTest(item.nodeid, *(server_of(item) or ())) for item in state.planned]
     reporter.section("gpuserve plan", "=")
-    for spec, users in servers.values():
-        reporter.line(escape(f"{spec.id}  tp={spec.tp}  {spec.model or ''}".rstrip()))
-        for item in users:
-            reporter.line(escape(f"    {item.nodeid}"))
-    others = len(items) - tests
-    reporter.line(
-        f"{_count(len(servers), 'server')} to start for {_count(tests, 'test')}"
-        + (f"; {_count(others, 'test')} without one" if others else "")
-        + (f"; {tests - len(servers)} starts fewer than one a test" if tests > len(servers) else "")
-        + ". Nothing was started."
-    )
+    for line in plan_text(
+        tests, Durations(state.config, set).past(), workers=state.config.stash.get(PLANNED_WORKERS, 1)
+    ):
+        reporter.line(escape(line))
 
 
 def _count(n: int, what: str) -> str:

@@ -117,13 +117,13 @@ def test_a_mixed_workload_is_close_to_the_bound(seed: int) -> None:
 def test_plan_text() -> None:
     lines = plan_text(TESTS, {"t::a1": 100, "t::a2": 20, "t::b1": 300, "t::b2": 60}, workers=2, gpus=2)
     assert lines == [
-        "1. sim-tp4  (4 GPUs, about 6 min)",
+        "sim-tp4  (4 GPUs, about 6 min)",
         "    t::b1",
         "    t::b2",
         "    cannot run here: 4 GPUs wanted, 2 to lease",
-        "2. sim-tp1-x  (1 GPU, duration unknown)",
+        "sim-tp1-x  (1 GPU, duration unknown)",
         "    t::c",
-        "3. sim-tp1  (1 GPU, about 2 min)",
+        "sim-tp1  (1 GPU, about 2 min)",
         "    t::a1",
         "    t::a2",
         "3 servers to start for 5 tests; 1 test without one; 2 starts fewer than one a test. Nothing was started.",

@@ -139,12 +139,12 @@ def test_plan_shows_each_server_once_and_starts_nothing(project):
     assert result.ret == 0
     lines = [line for line in result.outlines if re.match(r"sim-|    test_|\\d+ servers", line)]
     assert [line.split()[0] for line in lines] == [
-        "sim-tp1",
-        "test_one.py::test_a1",
-        "test_one.py::test_a2",
         "sim-tp2",
         "test_one.py::test_b1",
         "test_one.py::test_b2",
+        "sim-tp1",
+        "test_one.py::test_a1",
+        "test_one.py::test_a2",
     ]
     result.stdout.fnmatch_lines(["2 servers to start for 4 tests; 1 test without one; 2 starts fewer than one a test*"])
     assert list(project.state.iterdir()) == []
