@@ -279,8 +279,9 @@ class Supervisor:
     def hear(self, word: str, *rest: Any) -> None:
         """What tree.py says."""
         if word == "shm" and rest[0] not in self.before and rest[0] not in self.shm:
-            self.shm[rest[0]] = rest[1]
-            self.journal.emit("shm", inode=rest[0], name=rest[1])
+            if name := own_shm().get(rest[0]):  # maps shows a semaphore by the name that it had for a moment
+                self.shm[rest[0]] = name
+                self.journal.emit("shm", inode=rest[0], name=name)
         elif word == "shared":
             self.shared = set(rest)
         elif word == "hunt":

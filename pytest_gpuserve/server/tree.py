@@ -142,6 +142,7 @@ def shm_files(pid: int, skip: Collection[int]) -> dict[int, str]:
                 target = os.readlink(f"/proc/{pid}/fd/{fd}")
                 if target.startswith(SHM + "/") and (file := os.stat(f"/proc/{pid}/fd/{fd}")).st_dev == device:
                     found[file.st_ino] = target
+    # the kernel's suffix of an unlinked file stays: a semaphore lives on under another name
     return {inode: os.path.basename(path) for inode, path in found.items() if os.path.dirname(path) == SHM}
 
 
@@ -252,7 +253,8 @@ def clean(_: Requests, *, files: dict[str, str], skip: list[int]) -> None:
     """Unlink those of ``files`` (inode: name in /dev/shm, all seen in the server's hands) that are still the same file,
     ours, and held by nobody: ``["unlinked", name]``; else ``["kept", name, why]``.
 
-    A container that shares the host's IPC namespace but not its processes cannot see who holds a file: all is kept.
+    The same file: the inode with that name, or of two names of semaphores (glibc renames a new one). A container that
+    shares the host's IPC namespace but not its processes cannot see who holds a file: all is kept.
     """
     why: dict[int, str] = {}
     for pid in table():
@@ -262,19 +264,13 @@ def clean(_: Requests, *, files: dict[str, str], skip: list[int]) -> None:
     with suppress(OSError):
         if os.stat("/proc/self/ns/ipc").st_ino == HOST_IPC and os.stat("/proc/self/ns/pid").st_ino != HOST_PIDS:
             blind = "the IPC namespace is shared with processes that cannot be seen from here"
-    linked: dict[int, str] = {}
-    with suppress(OSError):
-        linked = {os.lstat(f"{SHM}/{name}").st_ino: name for name in os.listdir(SHM) if name.startswith("sem.")}
-    for text, noted in files.items():
+    for name in os.listdir(SHM):
         with suppress(OSError):
-            inode, name = int(text), noted
-            if noted.startswith("sem.") and noted.endswith(" (deleted)"):
-                # glibc's sem_open makes sem.XXXXXX, links it to the semaphore's own name and unlinks it: the same
-                # inode goes on under a name that no process shows (joblib's sem.loky-* under SGLang 0.5.12)
-                name = linked.get(inode, noted)
             found = os.lstat(f"{SHM}/{name}")
-            if found.st_ino == inode and found.st_uid == os.geteuid() and modes.S_ISREG(found.st_mode):
-                if reason := why.get(inode, blind):
+            seen = files.get(str(found.st_ino), "")
+            same = seen == name or (seen.startswith("sem.") and name.startswith("sem."))
+            if same and found.st_uid == os.geteuid() and modes.S_ISREG(found.st_mode):
+                if reason := why.get(found.st_ino, blind):
                     say("kept", name, reason)
                 else:
                     os.unlink(f"{SHM}/{name}")
