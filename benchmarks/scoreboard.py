@@ -66,7 +66,7 @@ class Case:
     @property
     def verdicts(self) -> set[str]:
         if self.kind in HEALTHY:
-            return {"none"}
+            return {"none", "slow", "ready"}  # no alarm; or one whose incident found it healthy and spared it
         return {"oom"} if self.kind == "oom" else {"crash"} if self.kind in CRASHES else {"hang"}
 
     @property
@@ -424,7 +424,8 @@ def figures(results: Sequence[Result], window: float) -> dict[str, Any]:
         "seconds_max": round(max(late), 1) if late else None,
         "window": window,
         "healthy": len(healthy),
-        "false_hangs": sum(r.verdict not in ("none", "slow") for r in healthy),
+        "false_hangs": sum(r.verdict not in ("none", "slow", "ready") for r in healthy),
+        "alarms_that_spared": sum(r.verdict in ("slow", "ready") for r in healthy),
         "bench_failures": sum(r.verdict == "bench" for r in results),
     }
 

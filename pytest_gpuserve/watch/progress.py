@@ -33,8 +33,8 @@ RSS: Final = 4 * MIB
 GPU_MEMORY: Final = 8 * MIB
 COMPILER: Final = 0.02
 """Cores."""
-BUSY: Final = 0.3
-"""Cores of one rank that count as a weak sign."""
+BUSY: Final = 0.1
+"""Cores of one rank that count as a weak sign: side threads of a hung rank use 0.02 (measured)."""
 
 GONE: Final = 15.0
 """Seconds without progress that make a hang once a rank is gone while the others live."""
@@ -108,7 +108,7 @@ def _weak(old: ProcessSample, now: ProcessSample, seconds: float) -> Iterator[st
     cpu = (now.cpu - old.cpu) / seconds
     if now.main is not None and old.main is not None:
         cpu = (now.main - old.main) / seconds
-    if cpu >= BUSY:
+    if cpu >= BUSY or (now.state == "R" and old.state == "R"):  # runnable, and starved on a crowded machine
         yield f"CPU of {now.label}"
     if now.state == "D":
         yield f"storage of {now.label}"

@@ -107,6 +107,12 @@ def test_cpu_of_a_rank_is_a_weak_sign():
     assert front_end.weak == ()
 
 
+def test_a_runnable_rank_on_a_crowded_machine_is_a_weak_sign():
+    starved = process(1, state="R")
+    assert moved([starved], [replace(starved, cpu=0.04)]).weak == ("CPU of TP0",)
+    assert moved([process(1)], [starved]).weak == (), "once runnable is nothing"
+
+
 def test_the_main_thread_decides_where_it_was_read():
     found = moved([process(1, main=1.0)], [process(1, cpu=0.9, main=1.0)])
     assert found.weak == (), "busy side threads do not count"
