@@ -32,6 +32,9 @@ REQUEST_ALARM = "request_timeout"
 QUIET = 60.0
 """Seconds after an incident that spared the server during which another timed-out request takes none."""
 
+ORPHAN_GRACE = 0.5
+"""Seconds that the processes get which a server left that ended by itself."""
+
 _GIVE_UP = 20.0  # seconds after SIGKILL until the supervisor reports what would not die, and a margin
 _SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)(?:\s+-?\d+)?\s*")
 _LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
@@ -171,8 +174,10 @@ class Server:
         response.iter_content = iter_content  # type: ignore[method-assign]
 
     def _broken(self, error: requests.RequestException, since: int) -> Exception:
-        """What a broken connection means: look, for a moment, whether the server has ended and why."""
-        self.control.wait(lambda events: any(e.kind in ("killing", "exited") for e in events[since:]), 1.0)
+        """What a broken connection means: look, for a moment, whether the server has ended and why. One that refuses
+        connections is about to: after a worker's death vLLM 0.32 stops listening seconds before it exits."""
+        patience = 15.0 if "Connection refused" in str(error) else 1.0
+        self.control.wait(lambda events: any(e.kind in ("killing", "exited") for e in events[since:]), patience)
         return self._fate(since) or error
 
     def _fate(self, since: int) -> ServerError | None:
@@ -301,11 +306,14 @@ class Server:
     # The end
 
     def stop(self, grace: float | None = None) -> None:
-        """End the server: SIGTERM, SIGKILL after ``grace`` seconds. Returns when nothing of it is left, or what would
-        not die is in :attr:`left`. May be called again."""
+        """End the server: SIGTERM, SIGKILL after ``grace`` seconds (half a second when its first process has ended by
+        itself: the workers of a dead vLLM obey nothing). Returns when nothing of it is left, or what would not die is
+        in :attr:`left`. May be called again."""
         if self._stopped:
             return
         grace = self._grace if grace is None else grace
+        if self.exit_code() is not None:
+            grace = min(grace, ORPHAN_GRACE)
         with suppress(ServerError):
             self.control.stop(grace)
         with suppress(subprocess.TimeoutExpired):

@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import select
+import shutil
 import subprocess
 import sys
 import time
@@ -92,7 +93,7 @@ def start(
         argv = incident(record.directory, STARTUP_ALARM)
         budget_over = time.monotonic() + limits.startup
         alarm = {"name": STARTUP_ALARM, "deadline": budget_over, "argv": argv, "limit": limits.dump}
-        config = {
+        config: dict[str, Any] = {
             "directory": str(record.directory),
             "cookie": record.cookie,
             "owners": [_identity(pid) for pid in (os.getpid(), *owners)],
@@ -104,6 +105,9 @@ def start(
             "keep": list(pass_fds),
             "alarms": [alarm],
         }
+        path = config["env"].get("PATH") or os.environ.get("PATH")
+        if not shutil.which(launch.argv[0], path=path) and os.sep not in launch.argv[0]:
+            raise _no_program(record, f"{launch.argv[0]}: not found in PATH")
         attempt.port.hand_over()
         attempt.record = record
         record = attempt.spawn(config, limits)
@@ -219,11 +223,7 @@ class _Attempt:
             said = os.read(pipe.fileno(), 65536) if ready else b""
         found = json.loads(said) if said else {}
         if "error" in found:
-            raise EngineError(
-                f"{self.record.spec.id} cannot be started: {escape(found['what'])}: {found['error']}. Its command is "
-                f"{escape(' '.join(self.record.argv), 300)}; change command, python or cwd in the gpuserve mark, or "
-                f"install the engine."
-            )
+            raise _no_program(self.record, f"{found['what']}: {found['error']}")
         if not found:
             raise ServerStartError(
                 f"the supervisor of {self.record.spec.id} did not start. {shown_tail(directory / 'supervisor.log')}",
@@ -235,9 +235,9 @@ class _Attempt:
         return self.record
 
     def abandon(self, grace: float) -> None:
-        """End everything; a server that has ended already needs no grace for what it left."""
+        """End everything."""
         if self.server is not None:
-            self.server.stop(min(grace, 0.5) if self.server.exit_code() is not None else grace)
+            self.server.stop(grace)
         elif self.process is not None and self.record is not None:
             if self.process.stdout is not None:
                 self.process.stdout.close()
@@ -245,6 +245,13 @@ class _Attempt:
             self.process.wait()
             sweep_cookie(self.record.cookie, self.record.directory)
         self.port.release()
+
+
+def _no_program(record: ServerRecord, what: str) -> EngineError:
+    return EngineError(
+        f"{record.spec.id} cannot be started: {escape(what)}. Its command is {escape(' '.join(record.argv), 300)}; "
+        f"change command, python or cwd in the gpuserve mark, or install the engine."
+    )
 
 
 def _private(path: str, flags: int) -> int:

@@ -79,10 +79,11 @@ def test_nothing_is_left(
     wait_for(lambda: kinds(directory)[-1] == "stopped")
 
 
-def test_a_polite_server_gets_its_grace(own: Callable[..., Any], tagged: Any) -> None:
+def test_a_polite_server_gets_its_grace(own: Callable[..., Any], tagged: Any, wait_for: Callable[..., Any]) -> None:
     owner, directory, _ = own(grace=20.0)
     owner.kill()
     assert tagged.gone_within(8.0, owner.pid) is not None
+    wait_for(lambda: kinds(directory)[-1] == "stopped")
     events = [json.loads(line) for line in (directory / "events.jsonl").read_text().splitlines()]
     assert [event["code"] for event in events if event["event"] == "exited"] == [-signal.SIGTERM]
 

@@ -102,7 +102,7 @@ def test_what_a_crashed_server_left_goes_with_it(serve: Any, tagged: Any) -> Non
     ("command", "text"),
     [
         (["/no/such/program", "{port}"], "/no/such/program: No such file or directory"),
-        (["no-such-program-anywhere"], "no-such-program-anywhere: No such file or directory"),
+        (["no-such-program-anywhere"], "no-such-program-anywhere: not found in PATH"),
         (["/dev/null"], "/dev/null: Permission denied"),
     ],
 )

@@ -100,7 +100,9 @@ def test_a_crashed_servers_orphans_stay_until_the_stop(serve: Any, tagged: Any, 
     assert server.exit_code() == -signal.SIGKILL
     assert sorted(tagged.alive().values()) == ["child", "escaped"]
     assert len(processes(server.record)) == 2
-    server.stop()
+    begin = time.monotonic()
+    server.stop(30.0)  # what a dead server left gets no such grace
+    assert time.monotonic() - begin < 15.0
     assert tagged.alive() == {}
 
 
