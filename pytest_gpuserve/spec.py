@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
@@ -52,12 +53,14 @@ class AxisValue:
             return value
         if isinstance(value, bool):
             return cls("on" if value else "off")
-        if isinstance(value, (str, int)):
+        if isinstance(value, (str, int, os.PathLike)):
             return cls(str(value))
         if isinstance(value, Mapping) and len(value) == 1:
             ((name, details),) = value.items()
-            if isinstance(details, Mapping) and all(isinstance(v, Scalar) for v in details.values()):
-                return cls(str(name), tuple(sorted((str(k), v) for k, v in details.items())))
+            if isinstance(details, Mapping):
+                plain = {str(k): str(v) if isinstance(v, os.PathLike) else v for k, v in details.items()}
+                if all(isinstance(v, Scalar) for v in plain.values()):
+                    return cls(str(name), tuple(sorted(plain.items())))
         raise SpecError(
             f'axis {axis!r} cannot be {value!r}: write a name ("eagle3") or one name with its details '
             f'({{"eagle3": {{"num_steps": 3}}}}).'

@@ -1,0 +1,86 @@
+"""ServerSpec: what makes two servers the same, ids, traits, and what a mark may say."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from pytest_gpuserve.errors import SpecError
+from pytest_gpuserve.spec import AxisValue, ServerSpec, merge
+
+EAGLE3 = {"eagle3": {"draft_model": "/models/draft", "num_steps": 3}}
+
+
+def test_a_spec_survives_json() -> None:
+    spec = ServerSpec.from_mapping(
+        {
+            "engine": "sglang",
+            "model": "/models/m",
+            "tp": 8,
+            "spec_decode": EAGLE3,
+            "cuda_graph": False,
+            "args": {"--trust-remote-code": True, "--mem-fraction-static": 0.8},
+            "env": {"NCCL_DEBUG": "INFO"},
+        }
+    )
+    again = ServerSpec.from_mapping(json.loads(json.dumps(spec.to_json())))
+    assert again == spec
+    assert again.key == spec.key
+
+
+def test_id_and_traits() -> None:
+    spec = ServerSpec.from_mapping(
+        {
+            "engine": "sglang",
+            "tp": 8,
+            "axes": {"attention_backend": "triton", "spec_decode": EAGLE3, "cuda_graph": "off"},
+        }
+    )
+    assert spec.id == "sglang-tp8-eagle3-cuda_graph_off-triton"
+    assert spec.traits == {"eagle3", "cuda_graph_off", "attn_triton"}
+    assert ServerSpec("vllm").traits == {"spec_base"}
+
+
+def test_order_of_axes_and_of_keys_makes_no_other_server() -> None:
+    one = {"engine": "sim", "axes": {"cuda_graph": "on", "spec_decode": "base"}, "args": {"a": 1, "b": 2}}
+    two = {"args": {"b": 2, "a": 1}, "spec_decode": "base", "cuda_graph": True, "engine": "sim"}
+    assert ServerSpec.from_mapping(one).key == ServerSpec.from_mapping(two).key
+
+
+@pytest.mark.parametrize(
+    "change", [{"tp": 2}, {"model": "m"}, {"env": {"A": "1"}}, {"args": {"x": None}}, {"ready": "/r"}]
+)
+def test_whatever_is_launched_makes_another_server(change: dict[str, object]) -> None:
+    assert ServerSpec.from_mapping({"engine": "sim", **change}).key != ServerSpec("sim").key
+
+
+def test_paths_are_taken_as_text(tmp_path: Path) -> None:
+    value = AxisValue.parse("spec_decode", {"eagle3": {"draft_model": tmp_path}})
+    assert value.detail["draft_model"] == str(tmp_path)
+    assert AxisValue.parse("model", tmp_path).name == str(tmp_path)
+    assert ServerSpec.from_mapping({"engine": "sim", "model": tmp_path}).model == str(tmp_path)
+
+
+@pytest.mark.parametrize(
+    ("values", "named"),
+    [
+        ({"engine": "sim", "atention_backend": "triton"}, "atention_backend"),
+        ({}, "engine"),
+        ({"engine": "sim", "tp": 0}, "tp"),
+        ({"engine": "sim", "tp": True}, "tp"),
+        ({"engine": "sim", "command": "run me"}, "command"),
+        ({"engine": "sim", "args": ["--x"]}, "args"),
+        ({"engine": "sim", "cuda_graph": 1.5}, "cuda_graph"),
+        ({"engine": "sim", "axes": ["cuda_graph"]}, "axes"),
+    ],
+)
+def test_what_cannot_be_is_named(values: dict[str, object], named: str) -> None:
+    with pytest.raises(SpecError, match=named):
+        ServerSpec.from_mapping(values)
+
+
+def test_layers_replace_scalars_and_merge_mappings() -> None:
+    merged = merge({"tp": 8, "env": {"A": "1", "B": "1"}}, {"tp": 4, "env": {"B": "2"}})
+    assert merged == {"tp": 4, "env": {"A": "1", "B": "2"}}
