@@ -16,6 +16,7 @@ from ..spec import AxisValue, Scalar, ServerSpec
 from . import sglang, vllm
 from .arguments import known_axes
 from .base import Launch, LogGrammar, PhaseRule, ProcessRole, ReadyProbe
+from .features import GENERIC, Feature, Features, Remedy
 from .titles import common_role
 
 MODULE: Final = "pytest_gpuserve.sim"
@@ -52,11 +53,42 @@ GRAMMAR: Final = LogGrammar(
 )
 
 
+FEATURES: Final = Features(
+    base=(
+        *("--model-path", "--served-model-name", "--tp", "--host", "--port", "--api-key", "--flavor", "--fault"),
+        *("--shards", "--context-length", "--max-running-requests", "--seed", "--quiet", "--*-seconds", "--*-timeout"),
+    ),
+    base_env=GENERIC.base_env,
+    model=("--model-path",),
+    tp=("--tp",),
+    features=(
+        Feature(
+            "spec_decode",
+            flags=("--spec-*", "--draft-model-path", "--accept-rate"),
+            core=("--spec-decode", "--draft-model-path"),
+            weight=4,
+        ),
+        Feature("cuda_graph", flags=("--cuda-graph",), off=("--cuda-graph", "off"), weight=4),
+        Feature("attention_backend", flags=("--attention-backend",), weight=3),
+        Feature("custom_all_reduce", flags=("--custom-all-reduce",), parallel=True, weight=2),
+        Feature("overlap", flags=("--overlap",), weight=1.5),
+        Feature("nccl", flags=("--nccl-p2p",), env=("NCCL_*",), parallel=True),
+        Feature("jit_cache", flags=("--jit-cache", "--cold-compile", "--cache-dir")),
+    ),
+    remedies=(
+        Remedy("CUDA graphs off", ("--cuda-graph", "off"), helps=("cuda_graph", "spec_decode")),
+        Remedy("custom all-reduce off", ("--custom-all-reduce", "off"), helps=("custom_all_reduce",), parallel=True),
+        Remedy("attention backend triton", ("--attention-backend", "triton"), helps=("attention_backend",)),
+    ),
+)
+
+
 class Sim:
     """``args={"flavor": "vllm"}`` makes it play vLLM, ``args={"fault": "sleep@cuda_graph:rank=3"}`` makes it sick."""
 
     name = "sim"
     grammar = GRAMMAR
+    features = FEATURES
     axes: Mapping[str, Collection[str]] = {
         "spec_decode": ("base", "eagle", "eagle3", "mtp", "ngram"),
         "cuda_graph": ("on", "off"),
