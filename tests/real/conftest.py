@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import shutil
 import subprocess
@@ -10,6 +11,8 @@ from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
+
+from pytest_gpuserve import procfs
 
 EXAMPLES = Path(__file__).parent.parent.parent / "examples"
 SHM = Path("/dev/shm")
@@ -25,8 +28,14 @@ def tiny_model(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def example(pytester: pytest.Pytester, tiny_model: Path, monkeypatch: pytest.MonkeyPatch) -> pytest.Pytester:
-    """An empty project with the model in it, and a state directory of its own."""
+def example(
+    pytester: pytest.Pytester,
+    tiny_model: Path,
+    tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> pytest.Pytester:
+    """An empty project with the model in it, a state directory of its own, and one cache for all tests here."""
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path_factory.getbasetemp() / "cache"))  # pytester has moved HOME
     shutil.copytree(tiny_model, pytester.path / "tiny")
     monkeypatch.setenv("GPUSERVE_STATE", str(pytester.path / "state"))
     monkeypatch.delenv("PYTEST_ADDOPTS", raising=False)
@@ -35,31 +44,36 @@ def example(pytester: pytest.Pytester, tiny_model: Path, monkeypatch: pytest.Mon
 
 
 @pytest.fixture
-def nothing_left() -> Iterator[None]:
-    """After the test: no process of this user's that was not there, no file in /dev/shm that nobody holds."""
-    before = set(_shm())
+def nothing_left(example: pytest.Pytester) -> Iterator[None]:
+    """After the test: none of the processes is left that a server of it had, and no file in /dev/shm that they held."""
+    example.makeconftest(NOTE)
     yield
+    for record in (example.path / "state" / "sessions").glob("*/*/server.json"):
+        assert procfs.carriers(json.loads(record.read_text())["cookie"]) == [], record
+    held = set((example.path / "shm.txt").read_text().split())
+    assert len(held) > 2  # the engines do use it
     deadline = time.monotonic() + 30
-    while (left := _orphans(before)) and time.monotonic() < deadline:
+    while (left := [name for name in held if (SHM / name).exists()]) and time.monotonic() < deadline:
         time.sleep(0.5)
     assert left == []
 
 
-def _shm() -> list[str]:
-    return [entry.name for entry in SHM.iterdir()]
+NOTE = """
+import pathlib, re
+import pytest
+from pytest_gpuserve.server.record import processes
 
-
-def _orphans(before: set[str]) -> list[str]:
-    """New files in /dev/shm that no live process has open or mapped."""
-    new = set(_shm()) - before
-    for process in Path("/proc").iterdir():
-        if not new:
-            break
-        if process.name.isdigit():
-            try:
-                held = (process / "maps").read_text(errors="replace")
-                held += "\n".join(str(entry.readlink()) for entry in (process / "fd").iterdir())
-            except OSError:
-                continue
-            new = {name for name in new if f"/dev/shm/{name}" not in held}
-    return sorted(new)
+@pytest.fixture(autouse=True)
+def note_shared_memory(request):
+    if "server" not in request.fixturenames:
+        yield
+        return
+    server = request.getfixturevalue("server")
+    names = set()
+    for process in processes(server.record):
+        text = pathlib.Path(f"/proc/{process.pid}/maps").read_text()
+        names.update(re.findall(r"/dev/shm/(\\S+)", text))
+    with open("shm.txt", "a") as file:
+        file.write("\\n".join(names) + "\\n")
+    yield
+"""

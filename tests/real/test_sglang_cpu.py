@@ -12,8 +12,6 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpuserve import procfs
-
 VENV = os.environ.get("GPUSERVE_REAL_SGLANG", "")
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "sglang_cpu" / "test_sglang_cpu.py"
 MARK = EXAMPLE.read_text().partition("def test_")[0] if EXAMPLE.exists() else ""
@@ -33,17 +31,11 @@ def starts(example: pytest.Pytester) -> list[Path]:
     return sorted((example.path / "state" / "sessions").glob("*/*/server.json"))
 
 
-def everything_is_gone(example: pytest.Pytester) -> None:
-    for record in starts(example):
-        assert procfs.carriers(json.loads(record.read_text())["cookie"]) == [], record
-
-
 def test_the_example(example: pytest.Pytester) -> None:
     shutil.copy(EXAMPLE, example.path)
     result = example.runpytest_subprocess(timeout=900)
     result.assert_outcomes(passed=3)
     assert len(starts(example)) == 1
-    everything_is_gone(example)
 
 
 def test_a_stopped_scheduler_costs_one_test(example: pytest.Pytester) -> None:
@@ -74,4 +66,3 @@ def test_next_one_gets_a_fresh_server(server):
     assert "TP1" in found["culprits"]
     stacks = {path.name.partition(".")[0] for path in incident.glob("stacks/*.json")}
     assert {"TP0", "TP1", "api", "detokenizer"} <= stacks
-    everything_is_gone(example)

@@ -13,8 +13,6 @@ from xml.etree import ElementTree
 
 import pytest
 
-from pytest_gpuserve import procfs
-
 PYTHON = os.environ.get("GPUSERVE_REAL_VLLM", "")
 EXAMPLE = Path(__file__).parent.parent.parent / "examples" / "vllm_cpu" / "test_vllm_cpu.py"
 
@@ -38,19 +36,12 @@ def starts(example: pytest.Pytester) -> list[Path]:
     return sorted((example.path / "state" / "sessions").glob("*/*/server.json"))
 
 
-def everything_is_gone(example: pytest.Pytester) -> None:
-    for record in starts(example):
-        cookie = json.loads(record.read_text())["cookie"]
-        assert procfs.carriers(cookie) == [], record
-
-
 def test_the_example(example: pytest.Pytester) -> None:
     shutil.copy(EXAMPLE, example.path)
     result = run(example)
     result.assert_outcomes(passed=3)
     result.stdout.fnmatch_lines(["*1 server start for 1 configuration, reused 2 times*"])
     assert len(starts(example)) == 1
-    everything_is_gone(example)
 
 
 MARK = EXAMPLE.read_text().partition("def test_")[0] if EXAMPLE.exists() else ""
@@ -92,7 +83,6 @@ def test_next_one_gets_a_fresh_server(server):
         "test_next_one_gets_a_fresh_server": True,
     }
     result.stdout.fnmatch_lines(["*hang in serving*TP1 is stopped*", "*timeout of 20 s was reached*"])
-    everything_is_gone(example)
 
 
 def test_a_killed_worker_is_a_crash_although_vllm_exits_with_0(example: pytest.Pytester) -> None:
@@ -116,4 +106,3 @@ def test_next_one_gets_a_fresh_server(server):
     result.assert_outcomes(passed=1, failed=1)
     result.stdout.fnmatch_lines(["*ServerExitedError*exited with code 0*"])
     assert len(starts(example)) == 2
-    everything_is_gone(example)
