@@ -111,7 +111,10 @@ class LogGrammar:
 
 
 class Engine(Protocol):
-    """An inference engine as the rest of the package sees it. Implementations are stateless and import lazily."""
+    """An inference engine as the rest of the package sees it. Implementations are stateless and import lazily.
+
+    One whose servers need no GPU says so by an attribute ``uses_gpus = False``: none is then chosen for them.
+    """
 
     @property
     def name(self) -> str: ...

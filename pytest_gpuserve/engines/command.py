@@ -19,6 +19,7 @@ class Command:
     """Knows nothing of the program but its command line and the path that answers 200 when it is ready."""
 
     name = "command"
+    uses_gpus = False
     axes: Mapping[str, Sequence[str]] = {}
     grammar = LogGrammar(rank=_NEVER, rules=())
 

@@ -87,6 +87,7 @@ class Sim:
     """``args={"flavor": "vllm"}`` makes it play vLLM, ``args={"fault": "sleep@cuda_graph:rank=3"}`` makes it sick."""
 
     name = "sim"
+    uses_gpus = False
     grammar = GRAMMAR
     features = FEATURES
     axes: Mapping[str, Collection[str]] = {
