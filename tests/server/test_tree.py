@@ -184,15 +184,6 @@ def test_what_a_crashed_server_had_mapped_is_unlinked(serve: Any, name: str, wai
     assert not (SHM / name).exists()
 
 
-def test_semaphores_are_unlinked(serve: Any, name: str) -> None:
-    """glibc creates one under another name, which is the one that the maps of a process show for ever."""
-    server = serve(f"semaphore=/{name}")
-    assert (SHM / f"sem.{name}").exists()
-    server.stop()
-    assert not (SHM / f"sem.{name}").exists()
-    assert server.control.last("unlinked").data["name"] == f"sem.{name}"
-
-
 def test_what_was_there_before_stays(serve: Any, name: str) -> None:
     (SHM / name).write_bytes(b"x" * 4096)
     server = serve(f"shm={name}")

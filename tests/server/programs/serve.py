@@ -1,6 +1,5 @@
 """A server that misbehaves as told: ``serve.py PORT TAG [what...]``. All its processes show TAG in their argv."""
 
-import _multiprocessing
 import ctypes
 import http.server
 import json
@@ -133,11 +132,6 @@ def named_semaphore(name):
         raise OSError(ctypes.get_errno(), "sem_open")
 
 
-def semaphore(name):
-    """A named semaphore that no tracker knows of: /dev/shm/sem.NAME."""
-    kept.append(_multiprocessing.SemLock(1, 1, 1, name, False))
-
-
 def tracked_shm(name):
     """Shared memory of multiprocessing, which its resource tracker unlinks when we are gone."""
     kept.append(shared_memory.SharedMemory(name=name, create=True, size=4096))
@@ -190,8 +184,6 @@ if __name__ == "__main__":
             make_shm(value)
         elif name == "semaphore":
             named_semaphore(value)
-        elif name == "semaphore":
-            semaphore(value)
         elif name == "tracked-shm":
             tracked_shm(value)
         elif name == "spawn-shm":
