@@ -208,6 +208,8 @@ class Scene:
     answers: bool | None = None
     server_exit: int | None = None
     log_size: int | None = None  # bytes, when the incident began
+    before: Progress | None = None  # what the watcher had seen when the incident began
+    began: float = 0.0  # CLOCK_MONOTONIC seconds
 
     @property
     def known(self) -> list[list[ProcessDump]]:
@@ -233,6 +235,10 @@ class Scene:
         labels = {d.label for d in last if d.role.rank is not None} | set(self.log.phases)
         wanted = expected(record, labels)
         seen = progress(record.directory)
+        since, before = time.monotonic() - self.began, self.before
+        if seen and before and seen.last == "log" and (seen.still or 0.0) < since:
+            # a line that our own question called forth (SGLang 0.5.12 warns when a probe hangs up) is no progress
+            seen = replace(before, still=(before.still or 0.0) + since)
         if seen is not None and seen.state == "moving" and self.still(merged):
             seen = replace(seen, state="suspect", moving=())  # it moved before we came, and has not since
         environment = procfs.environ(pids[0]) if pids else {}

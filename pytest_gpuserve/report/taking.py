@@ -103,7 +103,11 @@ class Taking:
     def run(self) -> Incident:
         record, scene = self._record, self._scene
         self._announce()
-        scene.log_size = gather.size_of(record.log)
+        scene.log_size, scene.before, scene.began = (
+            gather.size_of(record.log),
+            gather.progress(record.directory),
+            time.monotonic(),
+        )
         if self._leave is not None:
             threading.Thread(target=self._clock, name="gpuserve-clock", daemon=True).start()
         exited = Control(record.directory, record.supervisor).last("exited")

@@ -1,0 +1,64 @@
+"""What is collected of an incident, and in what order: our own questions are no progress of the server's."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_gpuserve import procfs
+from pytest_gpuserve.diagnose.evidence import Progress
+from pytest_gpuserve.report import gather
+from pytest_gpuserve.server.record import ServerRecord, boot_id
+from pytest_gpuserve.spec import ServerSpec
+
+
+@pytest.fixture
+def record(tmp_path: Path) -> ServerRecord:
+    me = procfs.process_id(os.getpid())
+    assert me
+    return ServerRecord(
+        spec=ServerSpec("sglang", tp=2),
+        engine="sglang",
+        argv=(),
+        url="http://127.0.0.1:1",
+        host="127.0.0.1",
+        port=1,
+        gpus=(),
+        python="python",
+        cookie="",
+        owner=me,
+        supervisor=me,
+        root=None,
+        directory=tmp_path,
+        log=tmp_path / "server.log",
+        started=0.0,
+        boot=boot_id(),
+    )
+
+
+def scene(record: ServerRecord, monkeypatch: pytest.MonkeyPatch, now: Progress) -> gather.Scene:
+    """An incident that began 5 s ago, when nothing had moved for 40 s."""
+    found = gather.Scene(record, None, "test_timeout")
+    found.before, found.began = Progress("suspect", 40.0, 45.0, "tokens"), time.monotonic() - 5
+    monkeypatch.setattr(gather, "progress", lambda directory: now)
+    return found
+
+
+def test_a_log_line_that_our_own_probe_called_forth_is_no_progress(
+    record: ServerRecord, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = scene(record, monkeypatch, Progress("moving", 0.3, 45.0, "log", ("log",)))
+    seen = found.evidence(found.merged).progress
+    assert seen is not None
+    assert seen.state == "suspect"
+    assert seen.still >= 45
+
+
+def test_tokens_that_move_are_progress_whenever_they_do(record: ServerRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    found = scene(record, monkeypatch, Progress("moving", 0.3, 45.0, "tokens", ("tokens",)))
+    seen = found.evidence(found.merged).progress
+    assert seen is not None
+    assert seen.state == "moving"
