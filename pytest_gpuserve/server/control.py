@@ -7,8 +7,6 @@ import json
 import os
 import socket
 import struct
-import subprocess
-import sys
 import time
 from collections.abc import Callable, Collection, Sequence
 from dataclasses import dataclass
@@ -18,11 +16,11 @@ from typing import Any
 from .. import procfs
 from ..errors import ServerError
 from ..procfs import ProcessId
+from .asking import ask_tree
 
 LIMIT = 5.0
 """Seconds for one request; the supervisor answers in less than one millisecond unless the machine is dying."""
 
-_TREE = Path(__file__).with_name("tree.py")
 _MAX_REPLY = 1 << 20
 
 
@@ -170,29 +168,20 @@ def sweep_cookie(cookie: str, directory: Path | None = None, *, grace: float = 0
     Returns:
         pids of what the kernel would not let die.
     """
-    whose = {"supervisor": -1, "root": -1, "cookie": cookie, "skip": []}
-    requests: list[dict[str, Any]] = [{"do": "end", **whose, "deadline": time.monotonic() + grace}]
-    events = Control(directory).events() if directory else []
+    requests = [end_request(cookie, grace)]
+    if directory and (files := noted_files(Control(directory).events())):
+        requests.append({"do": "clean", "files": files})
+    words, _ = ask_tree(requests, limit)
+    return [int(rest[0]) for word, *rest in words if word == "left"]
+
+
+def end_request(cookie: str, grace: float) -> dict[str, Any]:
+    """For tree.py: end the carriers of a cookie that has no supervisor any more."""
+    deadline = time.monotonic() + grace
+    return {"do": "end", "supervisor": -1, "root": -1, "cookie": cookie, "deadline": deadline}
+
+
+def noted_files(events: Sequence[Event]) -> dict[str, str]:
+    """Inode and name of the files in /dev/shm that were seen in a server's hands and not unlinked by its supervisor."""
     gone = {event.data["name"] for event in events if event.kind == "unlinked"}
-    files = {str(e.data["inode"]): e.data["name"] for e in events if e.kind == "shm" and e.data["name"] not in gone}
-    if files:
-        requests.append({"do": "clean", "files": files, "skip": []})
-    lines = "".join(json.dumps(request) + "\n" for request in requests)
-    try:
-        done = subprocess.run(
-            [sys.executable, "-S", "-E", str(_TREE)],
-            input=lines.encode(),
-            capture_output=True,
-            timeout=limit,
-            check=False,
-        )
-        said = done.stdout
-    except subprocess.TimeoutExpired as error:
-        said = error.stdout or b""
-    left = []
-    for line in said.splitlines():
-        with contextlib.suppress(ValueError, IndexError):
-            word, *rest = json.loads(line)
-            if word == "left":
-                left.append(int(rest[0]))
-    return left
+    return {str(e.data["inode"]): e.data["name"] for e in events if e.kind == "shm" and e.data["name"] not in gone}

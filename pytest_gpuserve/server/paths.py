@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import secrets
 import stat
@@ -13,6 +14,10 @@ from ..errors import GpuserveError
 from ..spec import ServerSpec
 
 STATE_VARIABLE = "GPUSERVE_STATE"
+
+MARKER = ".gpuserve"
+"""File in a session's directory: where its pids mean something, ``{"boot", "pid_namespace"}``. What has none is not
+ours to sweep or to remove."""
 
 _sessions: dict[tuple[int, Path], Path] = {}
 
@@ -49,8 +54,19 @@ def session_directory() -> Path:
         path = root / "sessions" / f"{os.getpid()}-{start}-{secrets.token_hex(4)}"
         path.parent.mkdir(mode=0o700, exist_ok=True)
         path.mkdir(mode=0o700)
+        with open(os.open(path / MARKER, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+            json.dump(here(), file)
         _sessions[key] = path
     return _sessions[key]
+
+
+def here() -> dict[str, object]:
+    """The kernel's boot and the pid namespace that this process lives in: elsewhere pids mean other processes."""
+    try:
+        namespace = os.stat("/proc/self/ns/pid").st_ino  # noqa: PTH116
+    except OSError:
+        namespace = 0
+    return {"boot": procfs.read("/proc/sys/kernel/random/boot_id").decode().strip(), "pid_namespace": namespace}
 
 
 def server_directory(parent: Path, spec: ServerSpec) -> Path:

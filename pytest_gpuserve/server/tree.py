@@ -5,7 +5,8 @@ driver blocks for ever (the kernel holds its memory lock), and the supervisor mu
 when it falls silent, and tells the next one to skip the process it was about to look at. It is there from the start,
 so that a server which has used up all pids can still be ended.
 
-In: JSON objects, one a line, whose "do" is ``journal``, ``end`` or ``clean`` (the functions of those names say what).
+In: JSON objects, one a line, whose "do" is ``journal``, ``end``, ``clean`` or ``about`` (the functions of those names
+say what).
 Out: JSON arrays, one a line. ``["?", pid]``: looks at this process next; ``["."]``: the request is done.
 """
 
@@ -106,7 +107,8 @@ def scan(supervisor: int, root: int, cookie: str, skip: Collection[int], dumping
     What lives in the supervisor's session or carries the mark is an alarm's: hidden while one runs (``dumping``),
     else a leftover that must go too. Zombies are nobody. ``supervisor`` is -1 where there is none any more.
     """
-    processes, oldest = table(), int(cookie.split(":")[1])  # start time of the owner, who made the cookie
+    processes, (_, born, *_) = table(), (*cookie.split(":"), "", "")
+    oldest = int(born) if born.isdigit() else 0  # start time of the owner, who made the cookie
     own = {p.pid for p in processes.values() if p.session == supervisor}
     carriers, marked = set(), set()
     for pid in processes.keys() - own:
@@ -277,6 +279,24 @@ def clean(_: Requests, *, files: dict[str, str], skip: list[int]) -> None:
                     say("unlinked", name)
 
 
+def about(_: Requests, *, pids: list[int] | None, skip: list[int]) -> None:
+    """``["about", pid, start, cookie, command line]`` of these processes, or (None) of all that have a cookie; the
+    processes of an alarm have one too."""
+    for pid, process in table().items():
+        if pids is None or pid in pids:
+            entries = (entry.partition(b"=") for entry in look(pid, "environ", skip).split(b"\0"))
+            cookies = [value for name, _, value in entries if name in (COOKIE.encode(), MARK.encode())]
+            if cookies or pids is not None:
+                command = look(pid, "cmdline", skip).replace(b"\0", b" ").strip() or process.comm.encode()
+                say(
+                    "about",
+                    pid,
+                    process.start,
+                    b"".join(cookies[:1]).decode("ascii", "replace"),
+                    command.decode(errors="replace"),
+                )
+
+
 def main() -> None:
     """Answer requests until nobody is there to ask."""
     requests = Requests()
@@ -288,6 +308,8 @@ def main() -> None:
             journal(requests, **request)
         elif do == "end":
             end(requests, **request)
+        elif do == "about":
+            about(requests, **request)
         else:
             clean(requests, **request)
         say(".")

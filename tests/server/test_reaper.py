@@ -1,0 +1,371 @@
+"""What dead sessions left is freed; what lives, or is not proved to be ours, is never touched."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpuserve import procfs
+from pytest_gpuserve.server import dead_sessions, paths, reaper
+from pytest_gpuserve.server.asking import ask_tree
+from pytest_gpuserve.server.record import load
+
+SHM = Path("/dev/shm")
+Wait = Callable[..., Any]
+
+
+@pytest.fixture
+def shm() -> Iterator[str]:
+    """A name for a file in /dev/shm."""
+    found = f"gpuserve-test-{uuid.uuid4().hex[:12]}"
+    yield found
+    (SHM / found).unlink(missing_ok=True)
+
+
+@pytest.fixture
+def own(tagged: Any, programs: Path, state: Path) -> Iterator[Callable[..., Any]]:
+    """Start owner.py, which owns a server: (its process, the server's directory)."""
+    started: list[subprocess.Popen[str]] = []
+
+    def start(*what: str) -> tuple[subprocess.Popen[str], Path]:
+        argv = [sys.executable, str(programs / "owner.py"), str(state), tagged.tag, json.dumps({"what": what})]
+        process = subprocess.Popen(argv, stdout=subprocess.PIPE, text=True, start_new_session=True)
+        started.append(process)
+        assert process.stdout is not None
+        line = process.stdout.readline()
+        assert line, "the owner died"
+        return process, Path(json.loads(line)["directory"])
+
+    yield start
+    for process in started:
+        process.kill()
+        process.wait()
+        if process.stdout is not None:
+            process.stdout.close()
+
+
+@contextlib.contextmanager
+def decoy(*words: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
+    argv = [sys.executable, "-c", "import time; time.sleep(300)", *words]
+    process = subprocess.Popen(argv, env={**os.environ, **env}, start_new_session=True)
+    try:
+        yield process
+    finally:
+        process.kill()
+        process.wait()
+
+
+def kill(directory: Path, owner: subprocess.Popen[str]) -> None:
+    """Supervisor first, so that nobody is there to see the owner die."""
+    supervisor = load(directory).supervisor
+    assert supervisor is not None
+    os.kill(supervisor.pid, signal.SIGKILL)
+    owner.kill()
+    owner.wait()
+
+
+def noted(directory: Path, name: str) -> bool:
+    events = (directory / "events.jsonl").read_text()
+    return f'"name": "{name}"' in events
+
+
+def gone_pid() -> procfs.ProcessId:
+    process = subprocess.Popen(["true"])
+    found = procfs.process_id(process.pid)
+    process.wait()
+    assert found is not None
+    return found
+
+
+def dead_session(state: Path, *, age: float = 0.0, marker: object = None) -> Path:
+    """The directory of a session whose process is gone, swept ``age`` seconds ago."""
+    owner = gone_pid()
+    path = state / "sessions" / f"{owner.pid}-{owner.start}-{uuid.uuid4().hex[:8]}"
+    (path / "1-server").mkdir(parents=True)
+    (path / "1-server" / "server.log").write_text("last words")
+    (path / paths.MARKER).write_text(json.dumps(marker or paths.here()))
+    if age:
+        (path / dead_sessions.SWEPT).touch()
+        for file in (path / dead_sessions.SWEPT, path / "1-server" / "server.log", path / "1-server", path):
+            os.utime(file, (time.time() - age,) * 2)
+    return path
+
+
+def test_what_a_killed_supervisor_and_owner_left(own: Any, tagged: Any, wait_for: Wait, shm: str, state: Path) -> None:
+    owner, directory = own("ignore-term", "escape", "child", f"shm={shm}")
+    wait_for(lambda: noted(directory, shm))
+    cookie = load(directory).cookie
+    with (
+        decoy(tagged.tag, "same name") as stranger,
+        decoy(tagged.tag, GPUSERVE_COOKIE=cookie[:-1]) as prefix,
+        decoy(tagged.tag, GPUSERVE_COOKIE=cookie + "0") as longer,
+        decoy(tagged.tag, SOME_COOKIE=cookie) as other,
+    ):
+        decoys = [process.pid for process in (stranger, prefix, longer, other)]
+        kill(directory, owner)
+        left = wait_for(lambda: tagged.alive(*decoys))
+        assert "escaped" in left.values()
+        assert {seen.id.pid for found in reaper.find_leftovers(state) for seen in found.processes} == set(left)
+        assert set(tagged.alive(*decoys)) == set(left), "looking must not touch"
+        swept = reaper.sweep_dead_sessions(30.0)
+        assert {seen.id.pid for seen in swept.ended} == set(left)
+        assert (swept.left, swept.kept, swept.problems, swept.unlinked) == ((), (), (), (shm,))
+        assert tagged.alive(*decoys) == {}
+        assert not (SHM / shm).exists()
+        assert sorted(tagged.alive()) == sorted(decoys)
+    assert "ended" in swept.text
+    assert shm in swept.text
+    assert (directory / "server.log").exists(), "recent logs stay"
+
+
+def test_a_live_owner_is_never_touched(own: Any, tagged: Any, state: Path, wait_for: Wait) -> None:
+    """Not even when the supervisor is gone: the owner sees to that itself."""
+    owner, directory = own("ignore-term", "escape")
+    supervisor = load(directory).supervisor
+    os.kill(supervisor.pid, signal.SIGKILL)
+    wait_for(lambda: not procfs.same(supervisor))
+    assert "escaped" in tagged.alive(owner.pid).values()
+    assert reaper.find_leftovers(state, strays=True) == []
+    assert reaper.sweep_dead_sessions() == reaper.Swept()
+    assert "escaped" in tagged.alive(owner.pid).values()
+
+
+def test_a_live_supervisor_ends_its_server_itself(own: Any, tagged: Any, state: Path, wait_for: Wait) -> None:
+    owner, directory = own("ignore-term", "escape")
+    supervisor = load(directory).supervisor
+    os.kill(supervisor.pid, signal.SIGSTOP)
+    try:
+        owner.kill()
+        owner.wait()
+        # also when the owner died before it could note its supervisor: that one listens
+        record = json.loads((directory / "server.json").read_text())
+        for known in (record["supervisor"], None):
+            (directory / "server.json").write_text(json.dumps({**record, "supervisor": known}))
+            swept = reaper.sweep_dead_sessions()
+            assert (len(swept.waiting), swept.ended, swept.text) == (1, (), "")
+            assert "escaped" in tagged.alive().values()
+    finally:
+        os.kill(supervisor.pid, signal.SIGCONT)
+    assert tagged.gone_within(20.0) is not None
+    wait_for(lambda: not procfs.same(supervisor))
+    assert reaper.sweep_dead_sessions() == reaper.Swept()
+    assert (directory.parent / dead_sessions.SWEPT).exists()
+
+
+def test_a_pid_that_was_used_again(own: Any, tagged: Any, state: Path) -> None:
+    """The owner's number belongs to somebody else now: the start time tells."""
+    owner, directory = own("ignore-term", "escape")
+    kill(directory, owner)
+    record = load(directory)
+    with decoy("now has the number") as heir:
+        start = record.owner.start
+        cookie = f"{heir.pid}:{start}:{uuid.uuid4().hex}"
+        found = json.loads((directory / "server.json").read_text())
+        heirs = directory.parent.with_name(f"{heir.pid}-{start}-0a0a0a0a")
+        directory.parent.rename(heirs)
+        found.update(owner=[heir.pid, start], cookie=cookie)
+        (heirs / directory.name / "server.json").write_text(json.dumps(found))
+        with decoy("left", GPUSERVE_COOKIE=cookie) as left:
+            swept = reaper.sweep_dead_sessions(30.0)
+            assert [seen.id.pid for seen in swept.ended] == [left.pid]
+        assert heir.poll() is None
+
+
+@pytest.mark.parametrize("broken", ["boot", "pid_namespace", "no marker", "cookie of another", "link", "other user"])
+def test_what_is_not_proved_to_be_ours(
+    own: Any, tagged: Any, state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path, broken: str
+) -> None:
+    owner, directory = own("ignore-term", "escape")
+    kill(directory, owner)
+    session = directory.parent
+    marker = session / paths.MARKER
+    if broken in ("boot", "pid_namespace"):
+        marker.write_text(json.dumps({**paths.here(), broken: "another"}))
+    elif broken == "no marker":
+        marker.unlink()
+    elif broken == "cookie of another":
+        record = json.loads((directory / "server.json").read_text())
+        start = procfs.process_id(os.getpid()).start
+        (directory / "server.json").write_text(json.dumps({**record, "cookie": f"{os.getpid()}:{start}:{'0' * 32}"}))
+    elif broken == "link":
+        session.rename(tmp_path / "elsewhere")
+        session.symlink_to(tmp_path / "elsewhere")
+    else:
+        monkeypatch.setattr(os, "geteuid", lambda: 12345)
+        monkeypatch.setattr(reaper, "state_root", lambda: state)
+    assert reaper.sweep_dead_sessions(30.0).ended == ()
+    assert "escaped" in tagged.alive().values()
+
+
+def test_strays_of_a_state_directory_that_is_gone(tmp_path: Path) -> None:
+    owner = gone_pid()
+    me = procfs.process_id(os.getpid())
+    cookie, live = f"{owner.pid}:{owner.start}:{'a' * 32}", f"{me.pid}:{me.start}:{'a' * 32}"
+    supervised = f"{owner.pid}:{owner.start}:{'b' * 32}"
+    code = "import subprocess,sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(300)'])"
+    with (
+        decoy("stray", GPUSERVE_COOKIE=cookie) as stray,
+        decoy("of a live owner", GPUSERVE_COOKIE=live) as ours,
+        decoy("no cookie", GPUSERVE_COOKIE="1:2") as odd,
+        subprocess.Popen(
+            [sys.executable, "-c", code, "pytest_gpuserve/server/supervisor.py"],
+            env={**os.environ, "GPUSERVE_COOKIE": supervised},
+            start_new_session=True,
+        ) as above,
+    ):
+        try:
+            deadline = time.monotonic() + 20
+            while len(procfs.carriers(supervised)) < 2 and time.monotonic() < deadline:
+                time.sleep(0.02)
+            assert not [found for found in reaper.find_leftovers(tmp_path) if found.cookie == cookie]
+            found = {f.cookie: f for f in reaper.find_leftovers(tmp_path, strays=True)}
+            assert live not in found
+            assert [seen.id.pid for seen in found[cookie].processes] == [stray.pid]
+            assert found[supervised].waits
+            swept = reaper.free([found[cookie], found[supervised]], limit=30.0)
+            assert [seen.id.pid for seen in swept.ended] == [stray.pid]
+            assert (ours.poll(), odd.poll(), above.poll()) == (None, None, None)
+        finally:
+            os.killpg(above.pid, signal.SIGKILL)
+
+
+def test_files_that_somebody_holds_stay_and_are_tried_again(
+    own: Any, tagged: Any, wait_for: Wait, shm: str, state: Path
+) -> None:
+    owner, directory = own(f"shm={shm}")
+    wait_for(lambda: noted(directory, shm))
+    with open(SHM / shm, "rb"):
+        kill(directory, owner)
+        assert tagged.gone_within(20.0) is not None
+        swept = reaper.sweep_dead_sessions(30.0)
+        assert f"process {os.getpid()} holds it" in swept.kept[0]
+        assert (SHM / shm).exists()
+    assert reaper.sweep_dead_sessions(30.0).unlinked == (shm,)
+
+
+def test_another_file_of_that_name_stays(own: Any, tagged: Any, wait_for: Wait, shm: str) -> None:
+    owner, directory = own(f"shm={shm}")
+    wait_for(lambda: noted(directory, shm))
+    kill(directory, owner)
+    assert tagged.gone_within(20.0) is not None
+    with open(SHM / shm, "rb"):  # so that its inode is not given again
+        (SHM / shm).unlink()
+        (SHM / shm).write_text("somebody else's")
+        assert reaper.sweep_dead_sessions(30.0).unlinked == ()
+    assert (SHM / shm).read_text() == "somebody else's"
+
+
+def test_old_logs_go_and_recent_ones_stay(state: Path, tmp_path: Path) -> None:
+    day = 86400.0
+    old, recent = dead_session(state, age=4 * day), dead_session(state, age=1 * day)
+    elsewhere = dead_session(state, age=4 * day, marker={"boot": "another", "pid_namespace": 1})
+    (elsewhere / dead_sessions.SWEPT).unlink()
+    forgotten = dead_session(state, age=31 * day, marker={"boot": "another", "pid_namespace": 1})
+    (forgotten / dead_sessions.SWEPT).unlink()
+    os.utime(forgotten, (time.time() - 31 * day,) * 2)
+    os.utime(forgotten / paths.MARKER, (time.time() - 31 * day,) * 2)
+    unmarked = dead_session(state, age=40 * day)
+    (unmarked / paths.MARKER).unlink()
+    strange = state / "sessions" / "my-notes"
+    strange.mkdir()
+    outside = tmp_path / "outside"
+    outside.mkdir()
+    (outside / "precious").write_text("x")
+    (old / "1-server" / "link").symlink_to(outside)
+    swept = reaper.sweep_dead_sessions()
+    assert (swept.removed, swept.problems) == (2, ())
+    assert not old.exists()
+    assert not forgotten.exists()
+    assert all(path.is_dir() for path in (recent, elsewhere, unmarked, strange))
+    assert (outside / "precious").read_text() == "x"
+
+
+def test_sessions_behind_a_link_are_not_ours(state: Path, tmp_path: Path) -> None:
+    state.mkdir(mode=0o700)
+    kept = dead_session(tmp_path / "far", age=1e7)
+    (state / "sessions").symlink_to(kept.parent)
+    assert reaper.sweep_dead_sessions() == reaper.Swept()
+    assert kept.is_dir()
+
+
+def test_nothing_to_do_is_quick(state: Path) -> None:
+    for _ in range(50):
+        (dead_session(state) / dead_sessions.SWEPT).touch()
+    mine = paths.session_directory()
+    taken = []
+    for _ in range(5):
+        begin = time.thread_time()
+        assert reaper.sweep_dead_sessions() == reaper.Swept()
+        taken.append(time.thread_time() - begin)
+    assert min(taken) < 0.05, taken
+    assert mine.is_dir()
+    assert not (mine / dead_sessions.SWEPT).exists()
+
+
+def test_a_sweep_never_raises(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    monkeypatch.setenv(paths.STATE_VARIABLE, str(tmp_path / "file"))
+    assert "cannot be used" in reaper.sweep_dead_sessions().text
+    monkeypatch.setenv(paths.STATE_VARIABLE, str(state))
+    session = dead_session(state)
+    (session / "1-server" / "server.json").write_text("{broken")
+    (session / "1-server" / "events.jsonl").write_bytes(b"\xff\n[]\n")
+    (state / "sessions" / f"{gone_pid().pid}-1-0a0a0a0a").write_text("a file")
+    assert reaper.sweep_dead_sessions() == reaper.Swept()
+
+
+def test_one_sweep_at_a_time(state: Path) -> None:
+    dead_session(state)
+    with dead_sessions.alone(state, time.monotonic()) as alone:
+        assert alone
+        begin = time.monotonic()
+        swept = reaper.sweep_dead_sessions(0.3)
+        assert 0.2 < time.monotonic() - begin < 10
+        assert "another session" in swept.text
+    assert reaper.sweep_dead_sessions().problems == ()
+
+
+def test_lease_files_of_the_dead(state: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    leases = tmp_path / "leases"
+    monkeypatch.setenv("GPUSERVE_LEASES", str(leases))
+    reaper.sweep_dead_sessions()
+    assert not leases.exists(), "a sweep makes no directory"
+    from pytest_gpuserve.server import lease_files
+
+    root = lease_files.directory()
+    body = {"label": "x", "count": 1, "devices": []}
+    path, descriptor = lease_files.announce(root, "lease", body)
+    reaper.sweep_dead_sessions()
+    assert path.exists()
+    os.close(descriptor)
+    reaper.sweep_dead_sessions()
+    assert not path.exists()
+
+
+def test_a_helper_that_falls_silent_is_replaced(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """It hangs at one process; the second hang there proves that, and the third helper skips it."""
+    script = tmp_path / "tree.py"
+    script.write_text(
+        "import json, sys, time\n"
+        "request = json.loads(sys.stdin.readline())\n"
+        "print(json.dumps(['?', 77]), flush=True)\n"
+        "time.sleep(0 if 77 in request['skip'] else 600)\n"
+        "print(json.dumps(['about', *request['skip']]), flush=True)\n"
+        "print(json.dumps(['.']), flush=True)\n"
+    )
+    monkeypatch.setattr("pytest_gpuserve.server.asking._TREE", script)
+    monkeypatch.setattr("pytest_gpuserve.server.asking.TREE_SILENCE", 0.2)
+    assert ask_tree([{"do": "about"}], 60.0) == ([["about", 77]], True)
+    monkeypatch.setattr("pytest_gpuserve.server.asking._TREE", tmp_path / "missing.py")
+    assert ask_tree([{"do": "about"}], 0.5) == ([], False)
