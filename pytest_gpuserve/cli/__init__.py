@@ -13,6 +13,7 @@ from ..errors import GpuserveError
 COMMANDS: dict[str, str] = {
     "explain": "read a log, stack dumps or a bundle, and say what happened",
     "dump": "take the stacks of every process of a live server",
+    "reap": "free what dead sessions left; --devices lists who holds the GPUs",
 }
 """Subcommand and its line of help; the module of the same name beside this one does the work."""
 
