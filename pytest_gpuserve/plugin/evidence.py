@@ -16,6 +16,8 @@ if TYPE_CHECKING:
 TEST_ALARM = "test_timeout"
 SESSION_ALARM = "session_deadline"
 
+_END = ("killing", "exited")
+
 MANUAL = "manual"
 """A dump that the test itself asked for."""
 
@@ -62,16 +64,22 @@ class Evidence:
         """An alarm went off: its dump is being taken, or was."""
         return any(event.kind == "fired" for event in self._server.control.events(self._events))
 
-    def take(self) -> Finding | None:
-        """What is new since the last call; waits for a dump that is under way, within its limit. None: nothing."""
-        settle(self._server.control, self._events, self._limit)
-        events = self._server.control.events(self._events)
+    def take(self, patience: float = 0.0) -> Finding | None:
+        """What is new since the last call; waits for a dump that is under way, within its limit. None: nothing.
+
+        ``patience``: seconds to wait for the end of a server that may be dying (its answers tell before its exit does).
+        """
+        control, begin = self._server.control, self._events
+        if patience:
+            control.wait(lambda events: any(event.kind in ("fired", *_END) for event in events[begin:]), patience)
+        settle(control, begin, self._limit)
+        events = control.events(begin)
         incidents = self._server.incidents()[self._incidents :]
         self._events += len(events)
         self._incidents += len(incidents)
         fired = tuple(str(event.data["name"]) for event in events if event.kind == "fired")
         killed = any(event.kind == "killing" and event.data.get("why") == "alarm" for event in events)
-        end = next((event for event in events if event.kind in ("killing", "exited")), None)
+        end = next((event for event in events if event.kind in _END), None)
         code = int(end.data["code"]) if end is not None and end.kind == "exited" else None
         if not fired and not killed and not incidents and code is None:
             return None

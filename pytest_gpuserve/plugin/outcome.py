@@ -19,6 +19,10 @@ if TYPE_CHECKING:
     from .evidence import Finding
     from .pool import Slot
 
+DYING = 0.5
+"""Seconds after a failed test in which a server that is about to exit may do so, to be told as the cause."""
+
+_CHOSEN = (pytest.skip.Exception, pytest.xfail.Exception, KeyboardInterrupt)
 _PACKAGE = Path(__file__).parents[1]
 _PROPERTIES = ("gpuserve_verdict", "gpuserve_phase", "gpuserve_incident")
 
@@ -42,7 +46,11 @@ class Outcome:
     def _take(self, slot: Slot) -> Finding | None:
         if slot.evidence.went_off():
             self._state.clock.halt()
-        return slot.evidence.take()
+        return slot.evidence.take(DYING if self._failed() else 0.0)
+
+    def _failed(self) -> bool:
+        excinfo = self._call.excinfo
+        return self._call.when != "teardown" and excinfo is not None and not excinfo.errisinstance(_CHOSEN)
 
     def apply(self, report: pytest.TestReport) -> pytest.TestReport:
         """Change the report of the phase, and remember what it means for the servers."""
@@ -56,6 +64,7 @@ class Outcome:
         if report.skipped and isinstance(report.longrepr, tuple) and _PACKAGE in Path(report.longrepr[0]).parents:
             where = self._item.reportinfo()  # skipped by us: the test is what -rs should name, not our file
             report.longrepr = (str(where[0]), (where[1] or 0) + 1, report.longrepr[2])
+            report.gpuserve_skipped = True  # type: ignore[attr-defined]  # for plugin/results.py, also through xdist
         for slot, found in self._findings:
             self._account(slot, found, report)
         if self._pool is not None and report.failed and report.when != "teardown":
@@ -102,6 +111,8 @@ class Outcome:
         if isinstance(error, ServerError) and self._call.excinfo is not None:
             values = {"gpuserve_verdict": error.verdict, "gpuserve_incident": error.incident or ""}
         for _, found in self._findings:
+            if found.exit_code is not None and not values:
+                values = {"gpuserve_verdict": "crash", "gpuserve_incident": ""}
             for incident in found.incidents:
                 values = {
                     "gpuserve_verdict": str(incident.get("verdict") or ""),

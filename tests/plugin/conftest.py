@@ -112,15 +112,15 @@ class Project:
         return cases
 
     def left(self) -> list[str]:
-        """Processes that belong to a server or supervisor of this project and still live."""
-        marks = (str(self.path).encode(), str(self.state).encode())
+        """Processes of a server, a supervisor or a watcher of this project that still live."""
+        state = str(self.state).encode()
         found = []
         for pid in procfs.pids():
             status = procfs.stat(pid)
             if pid == os.getpid() or status is None or not status.alive:
                 continue
-            told = procfs.read(f"/proc/{pid}/environ") + procfs.read(f"/proc/{pid}/cmdline")
-            if procfs.COOKIE_VARIABLE.encode() in told and any(mark in told for mark in marks):
+            environ, cmdline = (procfs.read(f"/proc/{pid}/{name}") for name in ("environ", "cmdline"))
+            if state in cmdline or (procfs.COOKIE_VARIABLE.encode() in environ and state in environ):
                 found.append(f"{pid} {procfs.cmdline(pid)}")
         return found
 
@@ -152,11 +152,17 @@ def project(
 
 
 @pytest.fixture(scope="module")
-def shared_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Project]:
-    """A project whose one run several tests look at."""
-    project = Project(tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("state"))
-    yield project
-    project.kill_all()
+def new_project(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Callable[[], Project]]:
+    """Makes projects whose one run several tests look at."""
+    made: list[Project] = []
+
+    def make() -> Project:
+        made.append(Project(tmp_path_factory.mktemp("project"), tmp_path_factory.mktemp("state")))
+        return made[-1]
+
+    yield make
+    for project in made:
+        project.kill_all()
 
 
 @pytest.fixture

@@ -109,6 +109,11 @@ def properties(case) -> dict[str, str]:
 
 
 @pytest.fixture(scope="module")
+def shared_project(new_project):
+    return new_project()
+
+
+@pytest.fixture(scope="module")
 def result(shared_project):
     """One run with the signal method; the tests below look at parts of it."""
     shared_project.write(test_it=HEAD + CASES)
