@@ -327,6 +327,32 @@ def test_an_old_log_read_at_once_ends_now() -> None:
     assert found.history[0][2] == pytest.approx(4600.0)
 
 
+def test_a_rank_silent_for_minutes_does_not_turn_the_clock() -> None:
+    reader = PhaseReader(SGLANG)
+    log = sglang("TP1", "a word", 0) + sglang("TP0", "Load weight begin.", 100) + sglang("TP0", "a word", 300)
+    reader.feed(log, 1000.0)
+    reader.feed(sglang("TP0", "Load weight end.", 310), 1010.0)
+    found = reader.ranks()
+    assert found["TP0"].seconds("weight_load") == pytest.approx(210.0)
+    assert found["TP1"].last == pytest.approx(700.0)
+
+
+def test_a_line_without_a_stamp_is_as_old_as_the_one_before_it() -> None:
+    """uvicorn's lines of vLLM, in a log that is read at once."""
+    log = b"(EngineCore pid=1) INFO 02-11 09:14:10 [core.py:1] init engine (profile, create kv cache) took 3.08 s\n"
+    log += b"(APIServer pid=2) INFO 02-11 09:14:50 [x.py:1] a word\nINFO:     Application startup complete.\n"
+    log += b"(APIServer pid=2) INFO 02-11 09:15:30 [x.py:1] a word\n"
+    assert read(log, VLLM, now=1000.0).server.since == pytest.approx(960.0)
+
+
+def test_a_worker_without_a_number_is_not_taken_for_another() -> None:
+    log = b"(Worker pid=6) INFO 08-12 00:12:08 [p.py:1] world_size=2 rank=1 local_rank=1 backend=nccl\n"
+    log += b"(Worker pid=5) INFO 08-12 00:12:09 [p.py:1] vLLM is using nccl==2.28.9\n"
+    found = read(log, VLLM).ranks()
+    assert list(found) == ["TP1"]
+    assert "pid=6" in found["TP1"].last_line
+
+
 def test_a_clock_set_back_and_a_new_year_do_not_turn_time_back() -> None:
     log = b"(Worker_TP0 pid=1) INFO 12-31 23:59:50 [r.py:1] Starting to load model x\n"
     log += b"(Worker_TP0 pid=1) INFO 01-01 00:00:10 [r.py:1] Model loading took 3 GiB memory and 20 seconds\n"
