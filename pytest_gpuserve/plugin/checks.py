@@ -45,7 +45,7 @@ def check(item: pytest.Item, state: State) -> None:
 def skip_excluded(item: pytest.Item, cell: Cell) -> None:
     """Skip a cell that its matrix excludes on the architecture of this machine."""
     if cell.skip_on:
-        here = {gpu.sm for gpu in _visible(item.config, None) if gpu.sm is not None}
+        here = {gpu.sm for gpu in visible_to(item.config, None) if gpu.sm is not None}
         if here & set(cell.skip_on):
             pytest.skip(f"excluded on sm{min(here & set(cell.skip_on))} by the matrix (exclude=, arch)")
 
@@ -66,7 +66,7 @@ def missing_gpus(item: pytest.Item, spec: ServerSpec) -> str | None:
     asked = bool(exact) or least is not None
     if not asked and not uses_gpus(spec):
         return None
-    units = _visible(item.config, spec)
+    units = visible_to(item.config, spec)
     if len(suitable_gpus(item, units)) >= spec.tp or not (asked or units):
         return None  # an engine without any GPU may run on CPU: that is for the engine to say
     names = [f"sm{major}{minor}" for major, minor in sorted(exact)]
@@ -92,31 +92,22 @@ def uses_gpus(spec: ServerSpec) -> bool:
     return bool(getattr(get_engine(spec.engine), "uses_gpus", True))
 
 
-def gpus_for(spec: ServerSpec, item: pytest.Item | None, config: pytest.Config) -> tuple[str, ...]:
-    """Entries of CUDA_VISIBLE_DEVICES for a server: the first ``tp`` that may be used; none for engines without GPUs.
-
-    The seam where leases go.
-    """
-    if not uses_gpus(spec):
-        return ()
-    units = suitable_gpus(item, _visible(config, spec))[: spec.tp]
-    return tuple(unit.uuid if unit.parent else str(unit.index) for unit in units)
-
-
-def _visible(config: pytest.Config, spec: ServerSpec | None) -> tuple[Gpu, ...]:
+def visible_to(config: pytest.Config, spec: ServerSpec | None) -> tuple[Gpu, ...]:
+    """The GPUs that CUDA_VISIBLE_DEVICES leaves, that of the server's own environment if it has one."""
     own = dict(spec.env) if spec is not None else {}
-    return visible(_reading(config).gpus, own.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")))
+    return visible(reading(config).gpus, own.get("CUDA_VISIBLE_DEVICES", os.environ.get("CUDA_VISIBLE_DEVICES")))
 
 
-def _reading(config: pytest.Config) -> Reading:
+def reading(config: pytest.Config) -> Reading:
+    """What NVML said of this machine, asked once a session."""
     if _READING not in config.stash:
-        config.stash[_READING] = query(5.0)
+        config.stash[_READING] = query(20.0)  # without nvidia-persistenced the driver sets up every GPU first
     return config.stash[_READING]
 
 
 def _found(config: pytest.Config, units: Sequence[Gpu]) -> str:
     if not units:
-        problem = _reading(config).problem
+        problem = reading(config).problem
         return f"none ({problem.rstrip('.')})" if problem else "none (see CUDA_VISIBLE_DEVICES)"
     kinds = Counter((gpu.name or "GPU", gpu.sm) for gpu in units)
     return ", ".join(

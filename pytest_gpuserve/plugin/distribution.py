@@ -31,9 +31,16 @@ def install(config: pytest.Config, state: State) -> None:
     from .durations import Durations
 
     durations = Durations(config, lambda: distributor.served)
-    distributor = Distributor(config, durations.past, lambda: None)
+    distributor = Distributor(config, durations.past, lambda: _to_lease(state))
     config.pluginmanager.register(durations, "gpuserve-durations")
     config.pluginmanager.register(distributor, "gpuserve-distributor")
+
+
+def _to_lease(state: State) -> int | None:
+    from .leasing import Leasing
+
+    gpus = Leasing(state, lambda: False).gpus
+    return len(gpus.devices) if gpus.counted else None
 
 
 def server_of(item: pytest.Item) -> tuple[str, str, int] | None:

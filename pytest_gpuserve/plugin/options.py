@@ -34,6 +34,9 @@ class Settings:
     Attributes:
         action: ``run``, ``plan`` (show what would start, start nothing) or ``skip`` (skip every test with a server).
         soft: dump and report, never kill.
+        gpus: which GPUs may be leased, as ``gpu_pool`` takes it.
+        foreign: what to do while strangers' processes use them.
+        lease_timeout: seconds to wait for GPUs.
         stall_timeout: seconds without any sign of progress after which a server is hung; ``auto``: learned per phase;
             None: nobody watches.
         session_deadline: wall-clock time (as time.time()) at which every server is dumped; None: no deadline.
@@ -52,6 +55,9 @@ class Settings:
     artifacts: Path | None
     session_deadline: float | None
     stall_timeout: float | Literal["auto"] | None = "auto"
+    gpus: str = "auto"
+    foreign: Literal["wait", "skip", "fail"] = "wait"
+    lease_timeout: float = 3600.0
     override: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     chosen: tuple[str, ...] = ()
@@ -100,6 +106,17 @@ def _choice(*allowed: str) -> Callable[[str, Source], str]:
         return text
 
     return parse
+
+
+def _gpus(text: str, source: Source) -> str:
+    import re
+
+    if not re.fullmatch(r"auto|none|virtual:[1-9][0-9]*|([0-9]+|(GPU|MIG)-[^,]+)(,([0-9]+|(GPU|MIG)-[^,]+))*", text):
+        raise pytest.UsageError(
+            f"{source}: {text!r} names no GPUs. Write auto, none, virtual:8, or numbers or UUIDs as in "
+            f"CUDA_VISIBLE_DEVICES: 0,1."
+        )
+    return text
 
 
 def seconds(text: object, source: Source) -> float:
@@ -196,6 +213,22 @@ OPTIONS: tuple[Option, ...] = (
         "SECONDS",
     ),
     Option(
+        "gpus",
+        _gpus,
+        "auto",
+        "GPUs that may be leased: auto, none, numbers or UUIDs as in CUDA_VISIBLE_DEVICES, or virtual:8 "
+        "(eight that do not exist, to bound the servers of a machine without)",
+        "GPUS",
+    ),
+    Option(
+        "foreign",
+        _choice("wait", "skip", "fail"),
+        "wait",
+        "while processes that are none of ours use the GPUs: wait for them, skip or fail the test",
+        "wait|skip|fail",
+    ),
+    Option("lease-timeout", seconds, "3600", "how long a test may wait for GPUs that others hold", "SECONDS"),
+    Option(
         "session-deadline",
         deadline,
         "off",
@@ -264,6 +297,9 @@ def read_settings(config: pytest.Config) -> Settings:
         artifacts=None if where == "off" else (base / Path(where).expanduser()),
         session_deadline=values["gpuserve_session_deadline"],
         stall_timeout=values["gpuserve_stall_timeout"],
+        gpus=values["gpuserve_gpus"],
+        foreign=values["gpuserve_foreign"],
+        lease_timeout=values["gpuserve_lease_timeout"],
         override=override,
         defaults=defaults,
         chosen=(*chosen, "--gpuserve-set") if config.getoption("gpuserve_set", None) else chosen,

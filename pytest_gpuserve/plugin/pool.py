@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
@@ -16,11 +17,14 @@ import pytest
 from ..engines import get_engine
 from ..errors import GpuserveError, ServerStartError, SpecError
 from ..report.incident import command
+from ..server.leases import Evictor, Lease, waiting
 from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
+from ..server.record import processes
 from ..spec import ServerSpec
-from .checks import gpus_for, uses_gpus
+from .checks import uses_gpus
 from .evidence import SESSION_ALARM, TEST_ALARM, Evidence
+from .leasing import Leasing
 from .options import Settings, alarm_limit, incident_limit
 from .resolve import Wanted, as_layer, build, resolve
 from .state import ERROR, PROBLEM, WANTED, State
@@ -36,6 +40,7 @@ class Slot:
 
     Attributes:
         limits: the session's settings with the limits of the mark that started it.
+        lease: its GPUs.
         users: fixtures and tests that hold it now; 0 is idle.
         tests: tests that got it.
         retire: why it must not serve another test; None: it may.
@@ -44,7 +49,7 @@ class Slot:
 
     server: Server
     limits: Settings
-    gpus: tuple[str, ...]
+    lease: Lease
     evidence: Evidence
     users: int = 0
     tests: int = 0
@@ -68,6 +73,8 @@ class Slot:
 class Pool:
     """What the fixture ``gpuserve_pool`` gives. Not for several threads at once.
 
+    (One of our own may stop idle servers at any moment, for somebody who waits for their GPUs: hence the lock.)
+
     Attributes:
         touched: servers held at some moment of the test in progress, stopped ones included.
     """
@@ -77,6 +84,9 @@ class Pool:
         self._slots: list[Slot] = []
         self._strikes: dict[str, list[str]] = {}
         self._watching = Watching(state.settings)
+        self._leasing = Leasing(state, self._evict)
+        self._evictor: Evictor | None = None
+        self._lock = threading.RLock()
         self.touched: list[Slot] = []
         state.pool = self
 
@@ -105,14 +115,16 @@ class Pool:
 
     def release(self, server: Server) -> None:
         """Say earlier than at the end of the fixture that ``server`` is not needed any more."""
-        for slot in self._slots:
-            if slot.server is server and slot.users:
+        with self._lock:
+            for slot in [slot for slot in self._slots if slot.server is server and slot.users]:
                 slot.users = 0
                 self._settle(slot)
 
     def close(self) -> None:
         """Stop every server. Called at the end of the session."""
-        with self._state.clock.paused():
+        if self._evictor is not None:
+            self._evictor.close()
+        with self._state.clock.paused(), self._lock:
             self._stop(list(self._slots))
             self._watching.end()
         self._state.pool = None
@@ -144,6 +156,11 @@ class Pool:
             slot.armed = True
             _note(slot.server, {"test": test, "timeout": timeout, "deadline": deadline, "since": time.time()})
 
+    def test_begins(self, item: pytest.Item) -> None:
+        """Servers of wider fixtures are this test's too."""
+        for slot in self.held():
+            _note(slot.server, {"test": item.nodeid, "since": time.time()})
+
     def disarm(self) -> None:
         """The test in progress has no deadline any more."""
         for slot in self._slots:
@@ -164,15 +181,16 @@ class Pool:
 
     def test_ended(self) -> None:
         """Stop what no test that is still to come wants."""
-        self.touched = list(self.held())
-        idle = [s for s in self._slots if not s.users and (s.unfit() or not self._state.pending[s.key])]
-        self._stop(idle)
+        with self._lock:
+            self.touched = list(self.held())
+            idle = [s for s in self._slots if not s.users and (s.unfit() or not self._state.pending[s.key])]
+            self._stop(idle)
 
     # Inside
 
     def _get(self, wanted: Wanted, item: pytest.Item | None) -> Server:
         key = wanted.spec.key
-        with self._state.clock.paused():
+        with self._state.clock.paused(), self._lock:
             strikes = self._strikes.get(key, ())
             if len(strikes) > 1:
                 pytest.skip(f"{wanted.spec.id} failed {len(strikes)} times and is not started again: {strikes[-1]}")
@@ -187,8 +205,10 @@ class Pool:
 
     def _start(self, wanted: Wanted, item: pytest.Item | None) -> Slot:
         spec, limits, state = wanted.spec, wanted.limits(self._state.settings), self._state
-        gpus = gpus_for(spec, item, state.config)
-        self._make_room(spec, gpus)
+        self._make_room(spec)
+        lease = self._leasing.take(spec, item, [d for slot in self.held() for d in slot.lease.devices])
+        if lease.devices and self._evictor is None:
+            self._evictor = Evictor(self._evict_for_others)
         budget = limits.startup_timeout
         if limits.session_deadline is not None:
             budget = max(1.0, min(budget, limits.session_deadline - time.time()))
@@ -201,15 +221,20 @@ class Pool:
                 parent=session_directory(),
                 limits=Limits(startup=budget, grace=limits.grace, dump=limits.dump_timeout),
                 incident=self._command,
-                gpus=gpus,
+                gpus=lease.gpus,
                 owners=state.owners,
+                pass_fds=lease.fds,
             )
-        except ServerStartError as error:
+        except BaseException as error:
+            for release in self._leasing.give_back(lease, None, ()):
+                state.ledger.trouble(f"{spec.id}: {release.text}")
+            if not isinstance(error, ServerStartError):
+                raise
             state.ledger.start_failed(spec, error, item.nodeid if item is not None else None)
             reason = f"it did not start ({error.verdict}{f', {error.incident}' if error.incident else ''})"
             self._strikes.setdefault(spec.key, []).append(reason)
             raise
-        slot = Slot(server, limits, gpus, Evidence(server, limits.dump_timeout + limits.grace))
+        slot = Slot(server, limits, lease, Evidence(server, limits.dump_timeout + limits.grace))
         self._slots.append(slot)
         if limits.session_deadline is not None:
             moment = time.monotonic() + limits.session_deadline - time.time()
@@ -234,6 +259,8 @@ class Pool:
     def _hold(self, slot: Slot, item: pytest.Item | None) -> None:
         """Held by the innermost fixture being set up, or else by the test; by nobody outside of tests."""
         slot.users += 1
+        if item is not None:
+            _note(slot.server, {"test": item.nodeid, "since": time.time()})
         if slot not in self.touched:
             slot.evidence.skip()
             self.touched.append(slot)
@@ -243,43 +270,56 @@ class Pool:
             item.addfinalizer(partial(self._let_go, slot))
 
     def _let_go(self, slot: Slot) -> None:
-        if slot.users:
-            slot.users -= 1
-            self._settle(slot)
+        with self._lock:
+            if slot.users:
+                slot.users -= 1
+                self._settle(slot, last=self._was_last(slot))
 
-    def _settle(self, slot: Slot) -> None:
+    def _settle(self, slot: Slot, *, last: bool = False) -> None:
         if slot.users == 0:
             slot.evidence.quietly(slot.server.control.disarm, TEST_ALARM)
             slot.armed = False
             _note(slot.server, {"test": None, "since": time.time()})
-            if slot in self._slots and slot.unfit():
+            if slot in self._slots and (slot.unfit() or last):
                 with self._state.clock.paused():
-                    self._stop([slot])
+                    leaks = self._stop([slot])
+                if leaks and self._state.item is not None:
+                    pytest.fail("\n".join(leaks), pytrace=False)
 
-    def _make_room(self, spec: ServerSpec, gpus: Sequence[str]) -> None:
-        """Stop idle servers whose GPUs are needed; a server that is held is never taken away.
+    def _was_last(self, slot: Slot) -> bool:
+        """Whether no test after the one in progress wants this server: stopped in its teardown, a leak is its own."""
+        wanted = self._state.item.stash.get(WANTED, None) if self._state.item is not None else None
+        return wanted is not None and wanted.spec.key == slot.key and self._state.pending[slot.key] == 1
 
-        Raises:
-            SpecError: the GPUs are held by another server.
-        """
-        if not uses_gpus(spec):
-            return
-        in_the_way = [
-            slot
-            for slot in self._slots
-            if uses_gpus(slot.server.spec) and (not gpus or not slot.gpus or set(gpus) & set(slot.gpus))
-        ]
-        if held := [slot for slot in in_the_way if slot.users and gpus and slot.gpus]:
-            raise SpecError(
-                f"{spec.id} needs GPU {', '.join(gpus)}, and {held[0].server.spec.id} is still held there. Let go of "
-                f"it first (gpuserve_pool.release(server), or a narrower fixture scope), or give pytest more GPUs."
-            )
-        self._stop([slot for slot in in_the_way if not slot.users])
+    def _make_room(self, spec: ServerSpec) -> None:
+        """Stop idle servers that may use the same GPUs, where nothing can be leased and so nobody knows."""
+        if uses_gpus(spec) and not self._leasing.counts(spec):
+            self._stop([slot for slot in self._slots if not slot.users and uses_gpus(slot.server.spec)])
 
-    def _stop(self, slots: Sequence[Slot]) -> None:
-        """End servers, all at once, and forget them."""
+    def _evict(self) -> bool:
+        """Stop every server that nobody holds and that has GPUs."""
+        idle = [slot for slot in self._slots if not slot.users and slot.lease.devices]
+        self._stop(idle)
+        return bool(idle)
+
+    def _evict_for_others(self) -> None:
+        """In a thread, while somebody else waits: stop what neither the test in progress nor the next one uses."""
+        if self._lock.acquire(blocking=False):
+            try:
+                near = {item.stash[WANTED].spec.key for item in self._state.near if WANTED in item.stash}
+                idle = [s for s in self._slots if not s.users and s.lease.devices and s.key not in near]
+                self._stop([slot for slot in idle if waiting(slot.lease.devices)])
+            finally:
+                self._lock.release()
+
+    def _stop(self, slots: Sequence[Slot]) -> list[str]:
+        """End servers, all at once, and forget them. Returns one sentence for each GPU whose memory stayed behind."""
+        pids = {
+            id(slot): {found.pid for found in processes(slot.server.record)} for slot in slots if slot.lease.devices
+        }
         for slot in slots:
             slot.evidence.quietly(slot.server.control.stop, slot.limits.grace)
+        leaks = []
         for slot in slots:
             slot.server.stop()
             for pid, state in slot.server.left:
@@ -287,6 +327,12 @@ class Pool:
                     f"{slot.server.spec.id} left process {pid} (state {state}), which cannot be killed"
                 )
             self._slots.remove(slot)
+            for release in self._leasing.give_back(slot.lease, slot.server, pids.get(id(slot), ())):
+                text = f"leak: {slot.server.spec.id} is gone, but {release.text} The GPU is in quarantine."
+                self._state.ledger.trouble(text)
+                if release.blame == "ours":
+                    leaks.append(text)
+        return leaks
 
 
 def _note(server: Server, entry: Mapping[str, object]) -> None:

@@ -40,6 +40,7 @@ class State:
 
     Attributes:
         item: the test in progress.
+        near: the test in progress and the next one.
         fixtures: requests of the fixtures being set up, outermost first.
         pool: made by the first request for a server.
         pending: tests still to come, by the key of the server they want.
@@ -50,6 +51,7 @@ class State:
         self.config = config
         self.settings = settings
         self.item: pytest.Item | None = None
+        self.near: tuple[pytest.Item, ...] = ()
         self.fixtures: list[pytest.FixtureRequest] = []
         self.pool: Pool | None = None
         self.pending: Counter[str] = Counter()
@@ -100,6 +102,13 @@ class State:
         """These tests will be run, in this order."""
         self.planned = items
         self.pending = Counter(item.stash[WANTED].spec.key for item in items if WANTED in item.stash)
+
+    def test_begins(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
+        """The first attempt of a test is about to be set up."""
+        self.item = item
+        self.near = (item,) if nextitem is None else (item, nextitem)
+        if self.pool is not None and uses_pool(item):
+            self.pool.test_begins(item)
 
     def last_of_its_server(self, item: pytest.Item) -> None:
         """Under pytest-xdist: the other tests of this test's server ran, or will run, in another worker."""

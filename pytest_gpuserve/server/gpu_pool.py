@@ -33,12 +33,11 @@ class GpuPool:
     def virtual(self) -> bool:
         return self.counted and not self.gpus
 
-    def only(self, architectures: Collection[int]) -> GpuPool:
-        """The part whose compute capability is one of these (120 for 12.0); virtual devices have none and all stay."""
+    def only(self, wanted: Callable[[Gpu], bool]) -> GpuPool:
+        """The part whose GPUs are ``wanted``; of virtual devices, about which there is nothing to know, all."""
         if not self.gpus:
             return self
-        kept = tuple(d for d in self.devices if self.gpus[d.name].sm in architectures)
-        return replace(self, devices=kept)
+        return replace(self, devices=tuple(d for d in self.devices if wanted(self.gpus[d.name])))
 
 
 def gpu_pool(option: str | None, environ: Mapping[str, str], ask: Callable[[float], Reading] = query) -> GpuPool:

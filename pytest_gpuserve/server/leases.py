@@ -186,7 +186,11 @@ def acquire(
                 blocked = bool(others) and not candidates(count, [d for d in pool.devices if d.name in usable])
                 blocked_since = (blocked_since or time.monotonic()) if blocked else None
                 if foreign == "raise" and blocked_since and time.monotonic() - blocked_since >= PATIENCE:
-                    raise LeaseError(text, "foreign")
+                    raise LeaseError(
+                        f"{count} of {len(pool.devices)} GPUs are needed, and processes that hold no lease use them: "
+                        f"{'; '.join(others.values())}. End those, or wait for them with --gpuserve-foreign=wait.",
+                        "foreign",
+                    )
                 if time.monotonic() - begin >= limit:
                     advice = "Raise --gpuserve-lease-timeout, or ask for fewer GPUs."
                     raise LeaseError(f"No {count} GPUs after {limit:g} s. {text} {advice}", "timeout")

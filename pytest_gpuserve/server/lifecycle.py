@@ -146,6 +146,7 @@ def environment(spec: ServerSpec, launch: Launch, gpus: Sequence[str], markers: 
     env["SPT_NOENV"] = "1"
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
+        env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the numbers are NVML's
     return env
 
 

@@ -122,7 +122,7 @@ def test_gpus_are_asked_once_and_not_before_a_test_needs_them(project, machine):
     project.here("-k", "test_no").assert_outcomes(passed=1, deselected=2)
     assert not asked
     project.here().assert_outcomes(passed=3)
-    assert asked == [5.0]
+    assert asked == [20.0]
 
 
 def test_sm_min_without_a_number_is_an_error(project, machine):
@@ -151,25 +151,3 @@ def test_a_cell_excluded_on_this_architecture_is_skipped(project, machine):
     result.stdout.fnmatch_lines(["SKIPPED *test_it.py:*: excluded on sm120 by the matrix*"])
     machine(HOPPER)
     project.here().assert_outcomes(passed=4)
-
-
-class TestChoice:
-    """Which GPUs a server gets."""
-
-    def choose(self, monkeypatch, pytestconfig, spec, *capabilities):
-        from pytest_gpuserve.plugin import checks
-
-        monkeypatch.setattr(checks, "query", lambda limit: gpus(*capabilities))
-        monkeypatch.setattr(checks, "uses_gpus", lambda spec: True)
-        monkeypatch.delitem(pytestconfig.stash, checks._READING, raising=False)
-        return checks.gpus_for(spec, None, pytestconfig)
-
-    def test_the_first_tp_of_those_visible(self, monkeypatch, request):
-        from pytest_gpuserve.spec import ServerSpec
-
-        class Config:
-            stash = pytest.Stash()
-
-        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3,1,0")
-        chosen = self.choose(monkeypatch, Config, ServerSpec("toy", tp=2), *[HOPPER] * 4)
-        assert chosen == ("3", "1")

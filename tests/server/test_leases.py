@@ -573,6 +573,6 @@ def test_hidden_gpus_are_too_few_not_uncounted() -> None:
 
 def test_pool_by_architecture() -> None:
     pool = gpu_pool(None, {}, lambda _: TWO)
-    assert [d.index for d in pool.only({90, 100}).devices] == [1, 2]
-    assert pool.only({75}).devices == ()
-    assert EIGHT.only({75}) == EIGHT
+    assert [d.index for d in pool.only(lambda gpu: gpu.sm == 90).devices] == [1, 2]
+    assert pool.only(lambda gpu: gpu.sm == 75).devices == ()
+    assert EIGHT.only(lambda gpu: False) == EIGHT

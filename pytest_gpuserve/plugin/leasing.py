@@ -1,0 +1,129 @@
+"""GPUs for the session's servers: leased before a server is started, given back when their memory is back."""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Callable, Collection
+from contextlib import nullcontext
+from functools import cached_property
+from typing import TYPE_CHECKING
+
+import pytest
+
+from ..errors import SpecError
+from ..gpu import Release
+from ..server.lease_policy import Device, candidates
+from ..server.leases import GpuPool, Lease, LeaseError, acquire, gpu_pool
+from ..text import escape
+from .checks import reading, suitable_gpus, uses_gpus, visible_to
+
+if TYPE_CHECKING:
+    from ..server.handle import Server
+    from ..spec import ServerSpec
+    from .state import State
+
+SETTLE = 30.0
+"""Seconds that a GPU's memory may take to come back once its server is gone."""
+
+
+class Leasing:
+    """What one process of pytest leases.
+
+    Args:
+        evict: stops servers that nobody holds, returns whether there were any.
+    """
+
+    def __init__(self, state: State, evict: Callable[[], bool]) -> None:
+        self._state = state
+        self._evict = evict
+
+    @cached_property
+    def gpus(self) -> GpuPool:
+        """What ``--gpuserve-gpus`` and CUDA_VISIBLE_DEVICES leave of the machine."""
+        return gpu_pool(self._state.settings.gpus, os.environ, lambda limit: reading(self._state.config))
+
+    def counts(self, spec: ServerSpec) -> bool:
+        """True when a server of this spec takes something that is leased."""
+        if self._state.settings.gpus.startswith("virtual:"):
+            return True
+        return uses_gpus(spec) and self.gpus.counted
+
+    def take(self, spec: ServerSpec, item: pytest.Item | None, held: Collection[Device]) -> Lease:
+        """The GPUs of a server that is about to start; waits for them.
+
+        Args:
+            held: devices of servers of this process that are in use: to wait for those would be for ever.
+
+        Raises:
+            LeaseError, SpecError: there is no way to get them. A test is skipped when this machine has too few, or
+                when strangers use them and ``--gpuserve-foreign=skip``.
+        """
+        if not self.counts(spec):
+            return Lease((), (), [], None)
+        settings, pool = self._state.settings, self._suitable(spec, item)
+        names = {device.name for device in held}
+        others = [device for device in pool.devices if device.name not in names]
+        if candidates(spec.tp, pool.devices) and not candidates(spec.tp, others):
+            raise SpecError(
+                f"{spec.id} needs {spec.tp} GPUs, and {', '.join(d.label for d in held)} are still held by another "
+                f"server of this test. Let go of it first (gpuserve_pool.release(server), or a narrower fixture "
+                f"scope), or give pytest more GPUs."
+            )
+        limit = settings.lease_timeout
+        if settings.session_deadline is not None:
+            limit = max(1.0, min(limit, settings.session_deadline - time.time()))
+        try:
+            return acquire(
+                spec.tp,
+                pool,
+                on_wait=self._say,
+                evict_idle=self._evict,
+                limit=limit,
+                foreign="wait" if settings.foreign == "wait" else "raise",
+                label=spec.id,
+            )
+        except LeaseError as error:
+            here = error.kind == "too_few" and not settings.strict_arch
+            if here or (error.kind == "foreign" and settings.foreign == "skip"):
+                pytest.skip(escape(str(error)))
+            raise LeaseError(escape(str(error)), error.kind) from None
+
+    def give_back(self, lease: Lease, server: Server | None, pids: Collection[int]) -> list[Release]:
+        """Let go of a server's GPUs, once it is gone; returns those that did not come back.
+
+        Args:
+            server: what ran on them; None: it never became ready.
+            pids: every process it was seen to have.
+        """
+        item = self._state.item
+        label = item.nodeid if item is not None else ""
+        if server is not None and server.left and lease.devices:
+            undead = [(pid, _start(pid)) for pid, _ in server.left]
+            why = ", ".join(f"process {pid} (state {state}) cannot be killed" for pid, state in server.left)
+            lease.quarantine(why, processes=undead, label=label)
+        return lease.give_back(lambda: pids, limit=SETTLE, label=label)
+
+    def _suitable(self, spec: ServerSpec, item: pytest.Item | None) -> GpuPool:
+        """The part that the test's ``sm`` marks and the server's own CUDA_VISIBLE_DEVICES allow."""
+        if self.gpus.virtual:
+            return self.gpus
+        allowed = {gpu.uuid for gpu in suitable_gpus(item, visible_to(self._state.config, spec))}
+        return self.gpus.only(lambda gpu: gpu.uuid in allowed)
+
+    def _say(self, text: str) -> None:
+        """On the terminal, past the capturing of output; under pytest-xdist a worker has none."""
+        plugins = self._state.config.pluginmanager
+        reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
+        if reporter is None or self._state.is_worker:
+            return
+        with nullcontext() if capture is None else capture.global_and_fixture_disabled():
+            reporter.ensure_newline()
+            reporter.line(f"gpuserve: {escape(text)}")
+
+
+def _start(pid: int) -> int:
+    from ..procfs import process_id
+
+    found = process_id(pid)
+    return found.start if found is not None else 0

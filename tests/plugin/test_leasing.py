@@ -1,0 +1,210 @@
+"""GPUs of the session's servers: virtual ones, and fake ones that leak and that strangers use."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+SERVER = """
+import json, os
+from pytest import mark
+ARGV = ["{python}", "-m", "pytest_gpuserve.sim", "--tp", "{tp}", "--port", "{port}", "--model-path", "m"]
+
+def gpu(tp, **more):
+    return mark.gpuserve(engine="command", command=ARGV, tp=tp, ready="/health", **more)
+
+def environment(server):
+    from pytest_gpuserve import procfs
+    return procfs.environ(server.record.root.pid)
+
+def now(**changes):
+    path = os.environ["FAKE_NVML"]
+    values = dict(line.split(" ", 1) for line in open(path).read().splitlines())
+    values.update({key.replace("_", "."): value for key, value in changes.items()})
+    with open(path + ".new", "w") as file:
+        file.write("".join(f"{key} {value}\\n" for key, value in values.items()))
+    os.replace(path + ".new", path)
+"""
+
+
+CONFTEST = """
+from pytest_gpuserve.engines.command import Command
+Command.uses_gpus = True
+
+"""
+
+
+@pytest.fixture(autouse=True)
+def leases(tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch, project: Any) -> Path:
+    """A private lease directory for the inner runs (``project`` clears our variables first)."""
+    path = tmp_path_factory.mktemp("leases") / "all"
+    monkeypatch.setattr(type(project), "environment", _with(type(project).environment, GPUSERVE_LEASES=str(path)))
+    return path
+
+
+def _with(prop: Any, **more: str) -> property:
+    return property(lambda self: {**prop.fget(self), **more})
+
+
+@pytest.fixture(scope="session")
+def fake_library(tmp_path_factory: pytest.TempPathFactory) -> tuple[Any, Path]:
+    path = Path(__file__).parents[1] / "gpu" / "fake.py"
+    spec = importlib.util.spec_from_file_location("plugin_tests_fake", path)
+    assert spec is not None
+    assert spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    directory = tmp_path_factory.mktemp("fakenvml")
+    if reason := module.build(directory):
+        pytest.skip(reason)
+    return module, directory
+
+
+@pytest.fixture
+def nvml(fake_library: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, project: Any) -> Any:
+    module, directory = fake_library
+    library = module.FakeNvml(directory, tmp_path / "gpus")
+    monkeypatch.setattr(type(project), "environment", _with(type(project).environment, **library.environment))
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    return library
+
+
+def test_a_server_sees_its_gpus_and_no_others(project: Any, nvml: Any, leases: Path) -> None:
+    nvml.set(devices=4)
+    project.write(
+        conftest=CONFTEST,
+        helper=SERVER,
+        test_it="""
+        from helper import environment, gpu
+
+        @gpu(2)
+        def test_two(server, gpuserve_pool):
+            assert environment(server)["CUDA_VISIBLE_DEVICES"] == "0,1"
+            assert environment(server)["CUDA_DEVICE_ORDER"] == "PCI_BUS_ID"
+            other = gpuserve_pool.get(server.spec, env={"OTHER": "1"})
+            assert environment(other)["CUDA_VISIBLE_DEVICES"] == "2,3"
+
+        @gpu(4)
+        def test_four(server):
+            assert server.record.gpus == ("0", "1", "2", "3")
+
+        @gpu(4)
+        def test_too_much(server, gpuserve_pool):
+            gpuserve_pool.get(server.spec, env={"OTHER": "1"})
+        """,
+    )
+    result = project.run("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2, failed=1)
+    result.stdout.fnmatch_lines(["*needs 4 GPUs, and GPU 0, GPU 1, GPU 2, GPU 3 are still held by another server of*"])
+    assert not [path.name for path in leases.iterdir() if not path.name.startswith(("device-", "mutex"))]
+    project.assert_nothing_left()
+
+
+def test_the_test_that_leaks_is_told_and_the_next_server_goes_elsewhere(project: Any, nvml: Any) -> None:
+    nvml.set(devices=2)
+    project.write(
+        conftest=CONFTEST + "import pytest_gpuserve.plugin.leasing as l; l.SETTLE = 1.0",
+        helper=SERVER,
+        test_it="""
+        from helper import environment, gpu, now
+
+        @gpu(1)
+        def test_leaks(server):
+            now(used_0=20483)
+
+        @gpu(1, env={"NEXT": "1"})
+        def test_next(server):
+            assert environment(server)["CUDA_VISIBLE_DEVICES"] == "1"
+
+        @gpu(2)
+        def test_both(server): pass
+        """,
+    )
+    result = project.run("-p", "no:cacheprovider")
+    result.assert_outcomes(passed=2, errors=2)
+    result.stdout.fnmatch_lines(
+        [
+            "*ERROR at teardown of test_leaks*",
+            "leak: command-tp1 is gone, but GPU 0 holds 20483 MiB, 20480 MiB more than before the launch (3 MiB)*",
+            "*needs 2 of 2 GPUs, but GPU 0 is in quarantine since test_it.py::test_leaks: GPU 0 holds 20483 MiB*",
+        ]
+    )
+
+
+@pytest.mark.parametrize(("choice", "outcome"), [("skip", "skipped"), ("fail", "errors")])
+def test_strangers(project: Any, nvml: Any, choice: str, outcome: str) -> None:
+    nvml.set(devices=1, used_0=71000, pids_0="812:70000")
+    project.write(
+        conftest=CONFTEST + "import pytest_gpuserve.server.leases as l; l.PATIENCE = 0.2",
+        helper=SERVER,
+        test_it="from helper import gpu\n@gpu(1)\ndef test_it(server): pass",
+    )
+    result = project.run(f"--gpuserve-foreign={choice}", "-rsE", "-p", "no:cacheprovider")
+    result.assert_outcomes(**{outcome: 1})
+    result.stdout.fnmatch_lines(["*GPU 0: pid 812, user *, 73 GB*"])
+
+
+def test_more_virtual_gpus_than_there_are_skips_or_fails(project: Any) -> None:
+    project.write(
+        test_it="""
+        from pytest import mark
+        @mark.gpuserve(engine="sim", tp=4)
+        def test_it(server): pass
+        """
+    )
+    result = project.run("--gpuserve-gpus=virtual:2", "-rs")
+    result.assert_outcomes(skipped=1)
+    result.stdout.fnmatch_lines(["*needs 4 GPUs of one kind; this session may use 2 (GPU 0, 1)*"])
+    project.run("--gpuserve-gpus=virtual:2", "--gpuserve-strict-arch").assert_outcomes(errors=1)
+    result = project.run("--gpuserve-gpus=three")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+
+
+CELLS = """
+import random
+from pytest import mark
+
+CELLS = [(tp, graph) for tp in (1, 2, 4) for graph in ("on", "off")]
+tests = [(cell, n) for cell in CELLS for n in range(3)]
+random.Random(1).shuffle(tests)
+
+def make(tp, graph, n):
+    @mark.gpuserve(engine="sim", tp=tp, cuda_graph=graph)
+    def test(server):
+        assert server.spec.tp == tp
+    return test
+
+for (tp, graph), n in tests:
+    globals()[f"test_{tp}_{graph}_{n}"] = make(tp, graph, n)
+"""
+
+
+def test_workers_start_each_configuration_once_and_share_eight_gpus(project: Any, leases: Path) -> None:
+    project.write(test_it=CELLS)
+    run = project.start("-p", "no:randomly", "-n2", "--gpuserve-gpus=virtual:4", "-v")
+    most, seen = 0, 0
+    while run.poll() is None:
+        held = [device for path in leases.glob("lease-*") for device in _devices(path)]
+        most, seen = max(most, len(held)), seen + bool(held)
+        assert len(set(held)) == len(held)
+    result = project.wait(run)
+    result.assert_outcomes(passed=18)
+    assert seen
+    assert most <= 4
+    assert len(project.servers()) == 6, "one start a configuration"
+    result.stdout.fnmatch_lines(["6 server starts for 6 configurations, reused 12 times"])
+    assert not list(leases.glob("lease-*"))
+    project.assert_nothing_left()
+    again = project.run("--gpuserve=plan", "-n2", "--gpuserve-gpus=virtual:4")
+    again.stdout.fnmatch_lines(["sim-tp4-*(4 GPUs, about *", "Expected: * from past runs of 6 of 6 servers."])
+
+
+def _devices(path: Path) -> list[str]:
+    try:
+        return [device[0] for device in json.loads(path.read_text())["devices"]]
+    except (OSError, ValueError):
+        return []
