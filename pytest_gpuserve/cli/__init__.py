@@ -14,6 +14,9 @@ COMMANDS: dict[str, str] = {
     "explain": "read a log, stack dumps or a bundle, and say what happened",
     "dump": "take the stacks of every process of a live server",
     "reap": "free what dead sessions left; --devices lists who holds the GPUs",
+    "isolate": "find the smallest part of a failing command line that fails, and the smallest way around",
+    "judge": "say what a test run means, in the exit codes of git bisect run",
+    "bisect": "find the commit that broke a test, and say what both sides of it do",
 }
 """Subcommand and its line of help; the module of the same name beside this one does the work."""
 

@@ -2,7 +2,7 @@
 
 The search is a generator of questions. ``search(...)`` yields a :class:`Question` (launch the base plus these deltas)
 and is sent back an :data:`Outcome`; what it returns is a :class:`Finding`. It is deterministic, so a search is resumed
-by answering its questions from the launches that were made (:func:`replay`): none is repeated.
+by answering its questions from the launches that were made (replay.py): none is repeated.
 
 Model: deltas 0..n-1 over a base that passes; some minimal failing set M (at most ``max_size`` deltas); a launch with
 deltas T fails with probability q (the repro rate) when T contains M, and with probability f (a false alarm) otherwise.
@@ -14,7 +14,7 @@ learnt along (belief.py). Every set is verified: it fails alone, and each set wi
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Generator, Iterable, Mapping, Sequence
+from collections.abc import Generator, Iterable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal, TypeVar
 
@@ -118,49 +118,6 @@ def search(
         if state.sets:
             return state.finding("found", state.sets)
         return state.finding("undecided", [deltas_of(state.belief.posterior().best)] if state.known else [])
-
-
-def replay(run: Search, launches: Mapping[frozenset[int], Sequence[Outcome]]) -> Question | Finding:
-    """Answer the questions of a fresh ``run`` from ``launches`` (outcomes in order, by deltas) as long as they last.
-
-    Returns the first question that they do not answer, or the finding.
-    """
-    used = dict.fromkeys(launches, 0)
-    try:
-        question = next(run)
-        while (taken := used.get(question.deltas, 0)) < len(launches.get(question.deltas, ())):
-            used[question.deltas] = taken + 1
-            question = run.send(launches[question.deltas][taken])
-    except StopIteration as stop:
-        return stop.value  # type: ignore[no-any-return]
-    return question
-
-
-def ahead(
-    make: Callable[[], Search], launches: Mapping[frozenset[int], Sequence[Outcome]], width: int
-) -> list[Question]:
-    """Up to ``width`` launches that can run at the same time: the next question, then those that will follow most
-    likely, whatever the answers are. Empty when the search is over."""
-    found: list[Question] = []
-    worlds = [(1.0, {key: list(outcomes) for key, outcomes in launches.items()})]
-    while worlds and len(found) < width:
-        worlds.sort(key=lambda world: -world[0])
-        chance, answers = worlds.pop(0)
-        question = replay(make(), answers)
-        if not isinstance(question, Question):
-            continue
-        asked = found.count(question)
-        if sum(1 for known in found if known.deltas == question.deltas) <= len(answers.get(question.deltas, ())) - len(
-            launches.get(question.deltas, ())
-        ):
-            found.append(question)
-        outcomes: tuple[tuple[Outcome, float], ...] = (("fail", question.belief), ("pass", 1 - question.belief))
-        for outcome, share in outcomes:
-            if chance * share > 0.02 and asked <= width:
-                worlds.append(
-                    (chance * share, {**answers, question.deltas: [*answers.get(question.deltas, ()), outcome]})
-                )
-    return found
 
 
 def _search(state: _State, calibrate: int, others: bool) -> Asking[Finding]:
@@ -353,10 +310,11 @@ def _look_for_others(state: _State) -> Asking[None]:
         rest = state.everything - {delta}
         if not rest or any(other <= rest for other in state.sets[1:]):
             continue
-        failures = 0
-        for _ in range(repeats):
-            failures += (yield from state.ask(rest, "another")) == "fail"
-        if failures * 2 < max(repeats, 2):
+        seen = [trial.outcome for trial in state.known if trial.deltas == rest]
+        while len(seen) < repeats:
+            seen.append((yield from state.ask(rest, "another")))
+        failures = seen.count("fail")
+        if failures * 2 < max(len(seen), 2):
             continue  # at the learnt rate a real second set would fail oftener than that
         kept = sorted(rest, key=lambda i: (-state.prior[i], i))
         for candidate in reversed(list(kept)):  # plain deletion: rare, and every step is a proof

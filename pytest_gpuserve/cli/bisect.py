@@ -1,0 +1,266 @@
+"""``gpuserve bisect --good A --bad B -- pytest …``: the first bad commit, or the smallest range that skips allow.
+
+The choice of commits is ours (isolation/bisect.py), not ``git bisect``'s: a verdict that a second test contradicts can
+be taken back, and what was judged is kept in the git directory, so that an interrupted run goes on where it was.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+from ..errors import GpuserveError
+from ..isolation.bisect import Range, contradicted, narrowed, next_commit, repeat_for, summary, tally
+from ..isolation.judge import BAD, BROKEN, GOOD, Judged
+from ..isolation.signature import Signature
+from ..report.files import Store
+from ..text import one_line
+from .git import Git
+from .isolate_state import fingerprint
+from .judge import INTERRUPTED, Settings, add_options, judge, settings
+
+_ENDS = 3
+"""Runs of the bad end that show how often it fails, where nobody says so."""
+
+_PATIENCE = 5
+"""Runs of the bad end, beyond those that a good commit gets, in which it must fail once."""
+
+_AGAIN = 2
+"""Further good runs for the good side of the answer: on it all rests. So many more for all, once one was missed."""
+
+_STATE = "gpuserve-bisect.json"
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = "gpuserve bisect --good A [--bad B] [options] -- pytest ARGS…"
+    parser.epilog = (
+        "Exit code: 0 the first bad commit; 1 a range of several, or nothing to bisect; 2 usage; 128 this machine can "
+        "test no commit; 130 interrupted: the same command goes on where it was."
+    )
+    parser.add_argument("--good", action="append", required=True, metavar="COMMIT", help="passes; may be repeated")
+    parser.add_argument("--bad", default="HEAD", metavar="COMMIT", help="fails (default: HEAD)")
+    parser.add_argument("--fresh", action="store_true", help="forget what an earlier run of this command judged")
+    add_options(parser)
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """See the epilog.
+
+    Raises:
+        GpuserveError: the work tree or the commits cannot be bisected; one paragraph why.
+    """
+    chosen = settings(arguments)
+    git = Git(Path.cwd())
+    git.check_clean()
+    bad = git.commit(arguments.bad, "--bad")
+    good = [git.commit(name, "--good") for name in arguments.good]
+    for name, commit in zip(arguments.good, good, strict=True):
+        if commit == bad:
+            raise GpuserveError(f"--good {name} and --bad {arguments.bad} are the same commit.")
+        if git.run(["merge-base", "--is-ancestor", commit, bad])[0]:
+            raise GpuserveError(
+                f"--good {name} is no ancestor of --bad {arguments.bad}, so it says nothing of what came between. "
+                f"Name a good commit before it; git merge-base {name} {arguments.bad} is where they parted."
+            )
+    automatic = arguments.repeat is None and arguments.repro_rate is None
+    mark = fingerprint(bad, good, chosen.argv, chosen.build, str(arguments.signature), chosen.repeat, automatic)
+    bisection = Bisection(git, chosen, mark, _say, automatic, arguments.confidence, fresh=arguments.fresh)
+    here = git.position()
+    try:
+        found = bisection.run(bad, good)
+    except _BrokenError as error:
+        _say(f"gpuserve bisect: {error}")
+        return BROKEN
+    except KeyboardInterrupt:
+        _say("gpuserve bisect: interrupted; the same command goes on where it was.")
+        return INTERRUPTED
+    finally:
+        git.checkout(here)
+    for line in summary(found, bisection.verdicts, git.subjects([*found.candidates, *found.good])):
+        _say(one_line(line, 600))
+    _say(f"{tally(bisection.verdicts)}; every step is in {chosen.log}.")
+    return 0 if found.culprit else 1
+
+
+class _BrokenError(GpuserveError):
+    """This machine can test no commit."""
+
+
+class Bisection:
+    """One bisection. ``verdicts``: by commit, the last one counts."""
+
+    def __init__(
+        self,
+        git: Git,
+        chosen: Settings,
+        mark: str,
+        say: Callable[[str], None],
+        automatic: bool,
+        sure: float,
+        *,
+        fresh: bool,
+    ) -> None:
+        self._git = git
+        self._chosen = chosen
+        self._mark = mark
+        self._say = say
+        self._automatic = automatic
+        self._sure = sure
+        self._again: set[str] = set()
+        self.verdicts: dict[str, Judged] = {}
+        if not fresh:
+            self._load()
+
+    def run(self, bad: str, good: list[str]) -> Range:
+        """Bisect, and test both sides of the answer again.
+
+        Raises:
+            GpuserveError: the bad end does not fail, or a good end does.
+        """
+        self._bad_end(bad)
+        for commit in good:
+            judged = self._judged(commit)
+            if judged.code != GOOD:
+                what = "fails too" if judged.code == BAD else "cannot be tested"
+                raise GpuserveError(
+                    f"--good {commit[:12]} {what} ({judged.reason}). Name an older commit that passes, or one that can "
+                    "be tested."
+                )
+        while True:
+            found = self._narrow(bad, good)
+            for commit in found.good:
+                if commit not in self._again:  # a flaky failure may have missed the commit on which all rests
+                    self._again.add(commit)
+                    self._judge(commit, self._chosen.repeat + _AGAIN)
+            wrong = contradicted(found, self.verdicts)
+            if wrong is None:
+                return found
+            if wrong in good:
+                raise GpuserveError(
+                    f"--good {wrong[:12]} failed when it was tested again ({self.verdicts[wrong].reason}): the failure "
+                    "is older. Name an older good commit, and raise --repeat."
+                )
+            self._say(f"{wrong[:12]} failed when it was tested again: it is bad, and the search goes on before it.")
+            bad = wrong
+            self._chosen = replace(self._chosen, repeat=self._chosen.repeat + _AGAIN)
+            for commit in [c for c, judged in self.verdicts.items() if judged.code == GOOD and c not in good]:
+                if self._git.run(["merge-base", "--is-ancestor", wrong, commit])[0] == 0:
+                    del self.verdicts[commit]  # it holds a bad commit, so it was missed as well
+
+    def _narrow(self, bad: str, good: list[str]) -> Range:
+        """Test commits until no test would make the range smaller."""
+        while True:
+            known = [c for c, judged in self.verdicts.items() if judged.code == GOOD]
+            candidates, parents = self._git.candidates(bad, [*good, *known])
+            older = [c for c in candidates if c != bad and c in self.verdicts and self.verdicts[c].code == BAD]
+            if older:
+                bad = older[-1]
+                continue
+            skipped = [c for c in candidates if c in self.verdicts and self.verdicts[c].code not in (GOOD, BAD)]
+            found = narrowed(candidates, bad, parents, skipped)
+            commit = next_commit(found, parents)
+            if commit is None:
+                return found
+            self._say(f"{len(found.candidates)} candidates; testing {commit[:12]}")
+            self._judge(commit)
+
+    def _bad_end(self, commit: str) -> None:
+        """The bad end must fail. How it fails is what is sought from here on, and how often decides on repeats."""
+        known = self.verdicts.get(commit)
+        if known is not None and known.code == BAD:
+            self._seek(known.signature)
+            return
+        self._git.checkout(commit)
+        failed: list[Judged] = []
+        runs = 0
+        once = replace(self._chosen, repeat=1)
+        while runs < (_ENDS if self._automatic else self._chosen.repeat + _PATIENCE):
+            judged = judge(once, self._say, cwd=self._git.top)
+            runs += 1
+            if judged.code == BROKEN:
+                raise _BrokenError(judged.reason)
+            if judged.code == BAD:
+                failed.append(judged)
+                self._seek(judged.signature)
+                once = replace(self._chosen, repeat=1)
+                if not self._automatic:
+                    break
+            elif judged.code != GOOD:
+                break
+        if not failed:
+            what = "passes" if judged.code == GOOD else "cannot be tested"
+            raise GpuserveError(
+                f"--bad {commit[:12]} {what} ({judged.reason}; {runs} runs), so there is nothing to bisect. "
+                + (
+                    "Is the test the right one? A failure that shows rarely needs --repro-rate."
+                    if judged.code == GOOD
+                    else "Name a bad commit that can be tested."
+                )
+            )
+        if self._automatic:
+            self._chosen = replace(self._chosen, repeat=repeat_for(len(failed), runs, self._sure))
+            self._say(
+                f"The bad end failed in {len(failed)} of {runs} runs: a commit is good after "
+                f"{self._chosen.repeat} good runs."
+            )
+        self._keep(commit, failed[-1])
+
+    def _seek(self, signature: Signature | None) -> None:
+        if self._chosen.target is None and signature is not None:
+            self._chosen = replace(self._chosen, target=signature)
+
+    def _judged(self, commit: str) -> Judged:
+        return self.verdicts.get(commit) or self._judge(commit)
+
+    def _judge(self, commit: str, repeat: int | None = None) -> Judged:
+        self._git.checkout(commit)
+        judged = judge(replace(self._chosen, repeat=repeat or self._chosen.repeat), self._say, cwd=self._git.top)
+        if judged.code == BROKEN:
+            raise _BrokenError(judged.reason)
+        self._keep(commit, judged)
+        return judged
+
+    def _keep(self, commit: str, judged: Judged) -> None:
+        """Remember a verdict, on disk too. A commit that failed once stays bad."""
+        known = self.verdicts.get(commit)
+        if known is None or known.code != BAD:
+            self.verdicts[commit] = judged
+        content = {
+            "schema": "gpuserve.bisect/1",
+            "fingerprint": self._mark,
+            "repeat": self._chosen.repeat,
+            "again": sorted(self._again),
+            "verdicts": {
+                name: {
+                    "code": one.code,
+                    "reason": one.reason,
+                    "signature": one.signature.to_json() if one.signature else None,
+                }
+                for name, one in self.verdicts.items()
+            },
+        }
+        Store(self._git.directory, None, 0o600).write_json(_STATE, content)
+
+    def _load(self) -> None:
+        try:
+            raw: dict[str, Any] = json.loads((self._git.directory / _STATE).read_bytes())
+            if raw["fingerprint"] != self._mark:
+                return
+            for name, one in raw["verdicts"].items():
+                signature = Signature.from_json(one["signature"]) if one["signature"] else None
+                self.verdicts[name] = Judged(int(one["code"]), str(one["reason"]), signature)
+            self._again = set(raw["again"])
+            if self._automatic:
+                self._chosen = replace(self._chosen, repeat=int(raw["repeat"]))
+        except (OSError, ValueError, KeyError, TypeError):
+            self.verdicts = {}
+            return
+        self._say(f"{tally(self.verdicts)} before; they are not repeated (--fresh forgets them).")
+
+
+def _say(line: str) -> None:
+    print(line, flush=True)

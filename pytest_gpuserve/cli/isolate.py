@@ -1,0 +1,174 @@
+"""``gpuserve isolate -- CMD…``: the smallest part of a failing command line that fails, and the smallest way around."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import shlex
+import tempfile
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+
+from ..engines import engine_names, get_engine
+from ..engines.features import features_of
+from ..errors import GpuserveError
+from ..isolation.conclude import from_json
+from ..isolation.deltas import split
+from ..isolation.search import Trial
+from ..isolation.signature import Signature
+from ..isolation.variants import CommandLine, Variants, from_matrix
+from ..report.redact import Redactor
+from ..server.gpu_pool import gpu_pool
+from ..server.lifecycle import Limits
+from ..text import one_line
+from . import isolate_text as text
+from .isolate_run import Isolation
+from .isolate_state import fingerprint, lock, open_state
+from .launches import Check, Launcher
+
+
+def configure(parser: argparse.ArgumentParser) -> None:
+    parser.usage = (
+        "gpuserve isolate [options] -- [NAME=VALUE…] CMD…\n       gpuserve isolate [options] --from matrix.json CELL"
+    )
+    parser.epilog = (
+        "Exit code: 0 found and verified; 1 nothing to find (the base fails too, or nothing fails) or undecided; "
+        "2 usage; 130 interrupted: the same command goes on where it was."
+    )
+    parser.add_argument("words", nargs="*", metavar="CMD", help="the failing server command, after --; no shell")
+    parser.add_argument(
+        "--from", dest="matrix", nargs=2, metavar=("MATRIX", "CELL"), help="a cell of a finished matrix"
+    )
+    parser.add_argument("--engine", choices=engine_names(), help="default: told by the command; command: any server")
+    parser.add_argument("--ready", metavar="PATH", help="URL path that answers 200 when the server is ready")
+    parser.add_argument(
+        "--probe",
+        metavar="CMD",
+        help="check of a ready server, no shell; {url}, {port}, {model} are filled in (also GPUSERVE_URL, "
+        "GPUSERVE_MODEL); exit code 0 passes, 125 cannot tell, others fail. pytest NODEID starts the server itself. "
+        "Default: three completions, one of 288 tokens, equal ones equal",
+    )
+    parser.add_argument("--plan", action="store_true", help="show deltas, remedies and cost, and start nothing")
+    parser.add_argument(
+        "--output", type=Path, default=Path("gpuserve-isolate"), metavar="DIR", help="default: %(default)s"
+    )
+    parser.add_argument("--fresh", action="store_true", help="forget earlier runs in DIR")
+    parser.add_argument("--budget", type=int, default=60, metavar="N", help="search launches (default %(default)s)")
+    parser.add_argument("--minutes", type=float, metavar="M", help="no launch begins after M minutes of launches")
+    parser.add_argument(
+        "--calibrate", type=int, default=3, metavar="N", help="launches of each end (default %(default)s)"
+    )
+    parser.add_argument(
+        "--parallel", type=int, metavar="N", help="servers at once (default: as the GPUs allow, at most 4)"
+    )
+    parser.add_argument(
+        "--remedies", type=int, default=12, metavar="N", help="launches for remedies (default %(default)s)"
+    )
+    parser.add_argument("--one", action="store_true", help="do not look for a second failing set")
+    parser.add_argument("--startup-timeout", type=float, default=1800.0, metavar="S", help="default %(default)g")
+    parser.add_argument("--stall-timeout", type=float, metavar="S", help="seconds without progress (default: by phase)")
+    parser.add_argument("--request-timeout", type=float, default=300.0, metavar="S", help="default %(default)g")
+    parser.add_argument("--probe-timeout", type=float, default=1800.0, metavar="S", help="default %(default)g")
+    parser.add_argument("--grace", type=float, default=10.0, metavar="S", help="from SIGTERM to SIGKILL")
+    parser.add_argument("--gpus", metavar="GPUS", help="auto, none, 0,1 or UUIDs, virtual:8")
+
+
+def run(arguments: argparse.Namespace) -> int:
+    """See the epilog for exit codes.
+
+    Raises:
+        GpuserveError: the command cannot be isolated; one paragraph why.
+    """
+    variants, evidence, target = _problem(arguments)
+    probe = tuple(shlex.split(arguments.probe)) if arguments.probe else ()
+    check = Check(probe, arguments.probe_timeout, arguments.request_timeout)
+    everything = range(len(variants.names))
+    redactor = Redactor.of(
+        os.environ, dict(variants.wanted(everything).spec.env), argv=variants.wanted(everything).spec.command
+    )
+
+    def say(line: str) -> None:
+        print(redactor.redact(line), flush=True)
+
+    for line in text.plan(variants, arguments, evidence):
+        say(line)
+    if not variants.names:
+        raise GpuserveError(
+            "nothing in this command can be taken away: all of it is what the model needs. Isolate a command with the "
+            "flags or variables that you suspect."
+        )
+    if arguments.plan:
+        return 0
+    held = lock(arguments.output)
+    mark = fingerprint(variants.names, variants.texts, variants.shown(()), probe, arguments.ready, len(evidence))
+    state = open_state(
+        arguments.output, mark, redactor.redact(variants.shown(everything)), redactor, fresh=arguments.fresh
+    )
+    if state.runs:
+        say(f"{len(state.runs)} runs are known from {arguments.output}; they are not repeated.")
+    if state.target is None:
+        state.target = target
+    pool = gpu_pool(arguments.gpus, os.environ)
+    spec = variants.wanted(()).spec
+    width = arguments.parallel or (min(4, len(pool.devices) // spec.tp) if pool.counted else 1)
+    limits = Limits(arguments.startup_timeout, arguments.grace)
+    begin = time.monotonic()
+    try:
+        with (
+            tempfile.TemporaryDirectory(prefix="gpuserve-cold-") as cold,
+            Launcher(arguments.output / "incidents", limits, check, pool, stall=arguments.stall_timeout) as launcher,
+        ):
+            isolation = Isolation(variants, state, launcher, arguments, say, max(1, width), Path(cold), probe)
+            result = isolation.run(evidence)
+    except KeyboardInterrupt:
+        say(f"\nInterrupted. {len(state.runs)} runs are in {arguments.output}; the same command goes on from there.")
+        return 130
+    finally:
+        os.close(held)
+    for line in text.report(variants, state, result, time.monotonic() - begin):
+        say(line)
+    state.result = result.to_json()
+    state.save()
+    return 0 if result.status == "found" else 1
+
+
+def _problem(arguments: argparse.Namespace) -> tuple[Variants, list[Trial], Signature | None]:
+    """What is to be isolated.
+
+    Raises:
+        GpuserveError: there is no command, or the matrix cannot be used.
+    """
+    if arguments.matrix:
+        if arguments.words:
+            raise GpuserveError("give either --from MATRIX CELL or -- CMD…, not both.")
+        path, cell = arguments.matrix
+        try:
+            raw = json.loads(Path(path).read_bytes())
+            results = from_json(raw)
+        except (OSError, ValueError) as error:
+            raise GpuserveError(f"{one_line(path)} cannot be read: {error}") from None
+        return from_matrix(raw, results, cell)
+    engine = arguments.engine or recognise(arguments.words)
+    parts = split(arguments.words, features_of(engine))
+    return CommandLine(parts, engine, str(Path.cwd())), [], None
+
+
+def recognise(words: Sequence[str]) -> str:
+    """The engine whose adapter takes this command line for its front end; ``command`` where none does."""
+    rest = list(words)
+    while rest and ("=" in rest[0] or Path(rest[0]).name == "env") and not rest[0].startswith("-"):
+        rest.pop(0)
+    for name in _known(rest):
+        return name
+    return "command"
+
+
+def _known(words: Sequence[str]) -> Iterable[str]:
+    for name in engine_names():
+        if name == "command" or not words:
+            continue
+        role = get_engine(name).process_role(words, Path(words[0]).name[:15])
+        if role is not None and role.role == "api":
+            yield name

@@ -1,0 +1,246 @@
+"""The work of ``gpuserve isolate``: ask the search, launch what it asks for, keep what came of it."""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import math
+import threading
+from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from dataclasses import dataclass
+from functools import partial
+from pathlib import Path
+from typing import Any, cast
+
+from ..engines import get_engine
+from ..engines.features import Remedy
+from ..isolation.replay import ahead, conclude_now, replay
+from ..isolation.search import Finding, Question, Search, Trial, search
+from ..isolation.signature import ENVIRONMENT, outcome
+from ..isolation.variants import Variants
+from .isolate_state import Run, State
+from .isolate_text import running, told
+from .launches import Given, Launcher, Seen
+from .pytest_probe import is_pytest, run_pytest
+
+AGAIN = 2
+"""Further launches of what failed for the machine's sake, before it counts as unresolved."""
+
+
+@dataclass(frozen=True, slots=True)
+class Result:
+    """What came of it.
+
+    Attributes:
+        status: of the search.
+        sets: minimal failing sets, as names of deltas.
+        refined: of deltas in the first set, the parts that matter beside the core (none: the core alone fails).
+        smallest: the command line of the first set, of one refined delta the parts that matter alone.
+        remedy: the smallest change of the whole command that passes; None: none was found.
+        remedy_runs: how often it passed.
+    """
+
+    status: str
+    sets: tuple[tuple[str, ...], ...]
+    indices: tuple[frozenset[int], ...]
+    confidence: float
+    repro_rate: float
+    refined: dict[str, tuple[str, ...]]
+    smallest: str
+    remedy: Remedy | None
+    remedy_runs: int
+    out_of_time: bool
+
+    def to_json(self) -> dict[str, Any]:
+        return {
+            "status": self.status,
+            "sets": [list(names) for names in self.sets],
+            "confidence": round(self.confidence, 4),
+            "repro_rate": round(self.repro_rate, 3),
+            "refined": {name: list(parts) for name, parts in self.refined.items()},
+            "smallest": self.smallest,
+            "remedy": self.remedy.name if self.remedy else None,
+            "remedy_runs": self.remedy_runs,
+            "out_of_time": self.out_of_time,
+        }
+
+
+class Isolation:
+    """One isolation; :meth:`run` once."""
+
+    def __init__(
+        self,
+        variants: Variants,
+        state: State,
+        launcher: Launcher,
+        arguments: argparse.Namespace,
+        say: Callable[[str], None],
+        width: int,
+        cold: Path,
+        probe: Sequence[str],
+    ) -> None:
+        self._variants = variants
+        self._state = state
+        self._launcher = launcher
+        self._given = arguments
+        self._say = say
+        self._width = width
+        self._cold = cold
+        self._probe = tuple(probe)
+        self._numbers = itertools.count(len(state.runs) + 1)
+        self._colds = itertools.count(1)
+        self._lock = threading.Lock()
+
+    def run(self, evidence: Sequence[Trial]) -> Result:
+        """Search, refine, look for a remedy. Launches that are known are not repeated."""
+        given, variants = self._given, self._variants
+        make = partial(
+            search,
+            tuple(variants.weights),
+            evidence=tuple(evidence),
+            calibrate=given.calibrate,
+            budget=given.budget,
+            others=not given.one,
+        )
+        finding = self._search("search", variants, make)
+        sets = tuple(tuple(variants.names[n] for n in sorted(found)) for found in finding.sets)
+        refined: dict[str, tuple[str, ...]] = {}
+        remedy, runs = None, 0
+        smallest = variants.shown(finding.sets[0]) if finding.sets else ""
+        if finding.status == "found":
+            for number in sorted(finding.sets[0]):
+                smaller = variants.refined(number, finding.sets[0] - {number})
+                if smaller is not None and (parts := self._refine(variants.names[number], smaller)) is not None:
+                    refined[variants.names[number]] = parts
+                    smallest = smaller.shown(smaller.names.index(part) for part in parts)
+        if finding.sets:
+            remedy, runs = self._remedy(sets[0], finding.repro_rate)
+        return Result(
+            finding.status,
+            sets,
+            finding.sets,
+            finding.confidence,
+            finding.repro_rate,
+            refined,
+            smallest,
+            remedy,
+            runs,
+            self._over(),
+        )
+
+    def _over(self) -> bool:
+        return self._given.minutes is not None and self._state.seconds >= 60 * self._given.minutes
+
+    def _search(self, stage: str, variants: Variants, make: Callable[[], Search]) -> Finding:
+        """Run one search to its end, several launches at a time where that is allowed."""
+        with ThreadPoolExecutor(self._width, thread_name_prefix="gpuserve-launch") as threads:
+            while True:
+                launches = self._state.launches(stage, variants.names)
+                if self._over():
+                    return conclude_now(make(), launches)
+                questions = ahead(make, launches, self._width)
+                if not questions:
+                    return cast(Finding, replay(make(), launches))
+                jobs = [threads.submit(self._ask, stage, variants, question) for question in questions]
+                try:
+                    for job in jobs:
+                        job.result()
+                except BaseException:
+                    for job in jobs:
+                        job.cancel()
+                    raise
+
+    def _ask(self, stage: str, variants: Variants, question: Question) -> None:
+        on = tuple(variants.names[n] for n in sorted(question.deltas))
+        self._launch(stage, variants, on, question.deltas, question.purpose, None)
+
+    def _refine(self, name: str, smaller: Variants) -> tuple[str, ...] | None:
+        """Which parts of one delta are needed. The whole of it failed, with the others, in the search."""
+        known = [Trial(frozenset(range(len(smaller.names))), "fail")] * max(2, self._given.calibrate)
+        make = partial(
+            search,
+            tuple(smaller.weights),
+            evidence=known,
+            calibrate=max(1, min(2, self._given.calibrate)),
+            budget=self._given.budget // 2,
+            others=False,
+        )
+        finding = self._search(f"refine {name}", smaller, make)
+        if finding.status == "base_fails":
+            return ()
+        if finding.status == "found":
+            return tuple(smaller.names[n] for n in sorted(finding.sets[0]))
+        return None
+
+    def _remedy(self, blamed: Sequence[str], rate: float) -> tuple[Remedy | None, int]:
+        """The first escape hatch with which the whole command passes often enough that it is no luck."""
+        variants, left = self._variants, self._given.remedies
+        everything = frozenset(range(len(variants.names)))
+        times = max(1, min(8, math.ceil(math.log(0.05) / math.log(1 - min(rate, 0.96)))))
+        for remedy in variants.remedies(blamed):
+            stage = f"remedy {remedy.name}"
+            while True:
+                known = [run.outcome for run in self._state.runs if run.stage == stage]
+                if any(one != "pass" for one in known):
+                    break
+                if len(known) >= times:
+                    return remedy, len(known)
+                spent = sum(1 for run in self._state.runs if run.stage.startswith("remedy "))
+                if spent >= left or self._over():
+                    return None, 0
+                self._launch(stage, variants, tuple(variants.names), everything, "remedy", remedy)
+        return None, 0
+
+    def _launch(
+        self,
+        stage: str,
+        variants: Variants,
+        names: tuple[str, ...],
+        on: frozenset[int],
+        purpose: str,
+        remedy: Remedy | None,
+    ) -> None:
+        """One launch, kept on disk. What failed for the machine's sake is launched again."""
+        with self._lock:
+            number = next(self._numbers)
+            cold = self._cold / str(next(self._colds))
+        cold.mkdir(parents=True)
+        wanted = variants.wanted(on, remedy, str(cold))
+        self._say(running(number, names, variants.names, purpose, remedy))
+        seen: Seen | None = None
+        for _ in range(1 + AGAIN):
+            seen = self._once(wanted)
+            if seen.signature.verdict not in ENVIRONMENT:
+                break
+            self._say(f"      {seen.signature}: {seen.text.splitlines()[0] if seen.text else ''}; again")
+        assert seen is not None
+        whole = on == frozenset(range(len(variants.names))) and stage == "search"
+        with self._lock:
+            if whole and self._state.target is None and outcome(seen.signature, None) == "fail":
+                self._state.target = seen.signature
+            run = Run(
+                number=number,
+                stage=stage,
+                deltas=names,
+                purpose=purpose,
+                outcome=outcome(seen.signature, self._state.target),
+                verdict=seen.signature.verdict,
+                phase=seen.signature.phase,
+                roots=tuple(sorted(seen.signature.roots)),
+                seconds=round(seen.seconds, 2),
+                text=seen.text[:2000],
+                incident=seen.incident,
+                log=seen.log,
+            )
+            self._state.add(run)
+        self._say(told(run, self._state))
+
+    def _once(self, wanted: Any) -> Seen:
+        adapter = get_engine(wanted.spec.engine)
+        if is_pytest(self._probe):
+            whole = self._variants.wanted(range(len(self._variants.names)))
+            return run_pytest(self._probe, wanted, whole, self._given.probe_timeout, self._given.output)
+        if wanted.command is None:
+            return self._launcher(wanted.spec, adapter, lambda _: None)
+        return self._launcher(wanted.spec, Given(adapter, wanted.command, self._given.ready), lambda _: None)

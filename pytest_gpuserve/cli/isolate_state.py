@@ -1,0 +1,164 @@
+"""What an isolation has found so far, on disk after every run: killed at any moment, it goes on where it was."""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import threading
+from collections.abc import Mapping, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import Any, cast
+
+from ..errors import GpuserveError
+from ..isolation.search import Outcome
+from ..isolation.signature import Signature
+from ..report.files import Store
+from ..report.redact import Redactor
+
+SCHEMA = "gpuserve.isolate/1"
+NAME = "isolate.json"
+
+
+@dataclass(frozen=True, slots=True)
+class Run:
+    """One launch.
+
+    Attributes:
+        stage: ``search``, ``refine NAME`` or ``remedy NAME``.
+        deltas: names of what was on.
+        purpose: why it was asked for.
+        text: what happened, escaped and redacted.
+    """
+
+    number: int
+    stage: str
+    deltas: tuple[str, ...]
+    purpose: str
+    outcome: Outcome
+    verdict: str
+    phase: str | None
+    roots: tuple[str, ...]
+    seconds: float
+    text: str = ""
+    incident: str | None = None
+    log: str | None = None
+
+    @property
+    def signature(self) -> Signature:
+        return Signature(self.verdict, self.phase, frozenset(self.roots))
+
+    @classmethod
+    def from_json(cls, raw: Mapping[str, Any]) -> Run:
+        values = {**raw, "deltas": tuple(raw["deltas"]), "roots": tuple(raw["roots"])}
+        return cls(**values)
+
+
+@dataclass(slots=True)
+class State:
+    """One isolation. ``target``: the failure that is sought, of the first launch of the whole command that failed."""
+
+    directory: Path
+    fingerprint: str
+    command: str
+    redactor: Redactor
+    runs: list[Run] = field(default_factory=list)
+    target: Signature | None = None
+    result: dict[str, Any] | None = None
+    _lock: threading.Lock = field(default_factory=threading.Lock)
+
+    @property
+    def seconds(self) -> float:
+        """Spent on launches, those before an interruption included."""
+        return sum(run.seconds for run in self.runs)
+
+    def launches(self, stage: str, names: Sequence[str]) -> dict[frozenset[int], list[Outcome]]:
+        """Outcomes of a stage by set of deltas, in order: what :func:`isolation.replay.replay` takes."""
+        position = {name: n for n, name in enumerate(names)}
+        found: dict[frozenset[int], list[Outcome]] = {}
+        for run in self.runs:
+            if run.stage == stage:
+                found.setdefault(frozenset(position[name] for name in run.deltas), []).append(run.outcome)
+        return found
+
+    def add(self, run: Run) -> None:
+        """Keep a run; it is on disk when this returns."""
+        with self._lock:
+            self.runs.append(run)
+            self.save()
+
+    def save(self) -> None:
+        """Write the file, whole or not at all, flushed to the disk.
+
+        Raises:
+            GpuserveError: it cannot be written.
+        """
+        content = {
+            "schema": SCHEMA,
+            "fingerprint": self.fingerprint,
+            "command": self.command,
+            "target": self.target.to_json() if self.target else None,
+            "runs": [asdict(run) for run in self.runs],
+            "result": self.result,
+        }
+        try:
+            self.directory.mkdir(parents=True, exist_ok=True)
+            Store(self.directory, self.redactor, 0o644).write_json(NAME, content)
+        except OSError as error:
+            raise GpuserveError(
+                f"{self.directory / NAME} cannot be written: {error.strerror}. Choose another place with --output."
+            ) from error
+
+
+def fingerprint(*parts: object) -> str:
+    """Tells one isolation from another: everything that decides what is launched and how it is checked."""
+    return hashlib.sha256(json.dumps(parts, default=str, sort_keys=True).encode()).hexdigest()[:16]
+
+
+def open_state(directory: Path, mark: str, command: str, redactor: Redactor, *, fresh: bool) -> State:
+    """The state in ``directory``: read back, or new.
+
+    Raises:
+        GpuserveError: it is of another command, or cannot be read.
+    """
+    state = State(directory, mark, command, redactor)
+    path = directory / NAME
+    if fresh or not path.exists():
+        return state
+    try:
+        raw = json.loads(path.read_bytes())
+        if raw["schema"] != SCHEMA:
+            raise ValueError(f"schema {raw['schema']!r}")
+        if raw["fingerprint"] != mark:
+            raise GpuserveError(
+                f"{path} is about another command ({raw['command']}) or another check. Give this one a directory of "
+                f"its own with --output, or begin anew with --fresh."
+            )
+        state.runs = [Run.from_json(run) for run in raw["runs"]]
+        state.target = Signature.from_json(raw["target"]) if raw["target"] else None
+        state.result = cast("dict[str, Any] | None", raw["result"])
+    except (OSError, ValueError, KeyError, TypeError) as error:
+        raise GpuserveError(f"{path} cannot be read: {error}. Begin anew with --fresh.") from error
+    return state
+
+
+def lock(directory: Path) -> int:
+    """Keep other isolations out of ``directory`` while this process lives.
+
+    Raises:
+        GpuserveError: another one works there.
+    """
+    import fcntl
+
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        held = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        raise GpuserveError(f"another gpuserve isolate works in {directory}. Choose another with --output.") from None
+    except OSError as error:
+        raise GpuserveError(
+            f"{directory} cannot be written: {error.strerror}. Choose another place with --output."
+        ) from error
+    return held

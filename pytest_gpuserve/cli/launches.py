@@ -1,0 +1,310 @@
+"""Start one server from a command line, check it, say what became of it: what isolate does again and again."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import signal
+import subprocess
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from ..engines import get_engine
+from ..engines.base import Engine, Launch
+from ..errors import EngineError, GpuserveError, ServerError
+from ..isolation.deltas import Command
+from ..isolation.signature import Signature
+from ..report.incident import command as incident_command
+from ..server.gpu_pool import GpuPool
+from ..server.handle import Server
+from ..server.leases import acquire
+from ..server.lifecycle import Limits, start
+from ..server.paths import session_directory
+from ..server.record import load, processes
+from ..spec import ServerSpec
+from ..watch.watcher import start as start_watcher
+
+Say = Callable[[str], None]
+
+DUMP = 30.0
+"""Seconds for one incident; the alarm gets 0.8 of it, the incident itself a little less."""
+
+_LONG = 288
+"""Tokens of the longest completion: there are hangs at 227 tokens that 128 do not show."""
+
+
+@dataclass(frozen=True, slots=True)
+class Seen:
+    """One launch and what became of it. ``text``: what happened, already escaped; ``log``: raw and private."""
+
+    signature: Signature
+    seconds: float
+    text: str = ""
+    incident: str | None = None
+    log: str | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """How a ready server is checked.
+
+    Attributes:
+        argv: the user's command, with ``{url}``, ``{port}`` and ``{model}``; empty: the built-in check.
+        timeout: seconds for it.
+        request_timeout: seconds for one request of the built-in check.
+    """
+
+    argv: tuple[str, ...] = ()
+    timeout: float = 1800.0
+    request_timeout: float = 300.0
+
+
+class Given:
+    """An engine whose command line is given: everything else is the adapter's."""
+
+    def __init__(self, adapter: Engine, command: Command, ready: str | None) -> None:
+        self._adapter = adapter
+        self._command = command
+        self._ready = ready
+        self.name = adapter.name
+        self.axes = adapter.axes
+        self.grammar = adapter.grammar
+
+    def launch(self, spec: ServerSpec, *, host: str, port: int, python: str) -> Launch:
+        argv = [w.replace("{port}", str(port)).replace("{host}", host) for w in self._command.argv]
+        return Launch(tuple(argv), dict(self._command.env))
+
+    def ready(self, spec: ServerSpec) -> Any:
+        return self._adapter.ready(replace(spec, ready=self._ready))
+
+    def served_model(self, spec: ServerSpec) -> str:
+        return spec.model or ""
+
+    def process_role(self, cmdline: Sequence[str], comm: str) -> Any:
+        return self._adapter.process_role(cmdline, comm)
+
+    def own_timeout(self, launch: Launch) -> float | None:
+        return self._adapter.own_timeout(launch)
+
+
+class Launcher:
+    """Starts servers, several at a time where it is asked by several threads; a watcher looks at all of them."""
+
+    def __init__(
+        self, artifacts: Path, limits: Limits, check: Check, pool: GpuPool, *, stall: float | None = None
+    ) -> None:
+        self._artifacts = artifacts
+        self._limits = limits
+        self._check = check
+        self._pool = pool
+        self._stall = stall
+        self._watcher: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Launcher:
+        argv = incident_command(Path("{server}"), self._artifacts, "{reason}", limit=0.68 * DUMP)
+        config: dict[str, Any] = {"incident": [*argv, "--after", "{after}"], "limit": 0.8 * DUMP}
+        config["budgets"] = {"window": self._stall} if self._stall else {}
+        self._watcher = start_watcher(session_directory(), config)
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._watcher is not None:
+            self._watcher.terminate()
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                self._watcher.wait(5.0)
+            if self._watcher.poll() is None:
+                self._watcher.kill()
+                self._watcher.wait()
+
+    def __call__(self, spec: ServerSpec, engine: Engine, say: Say) -> Seen:
+        """Launch, check, stop. Never raises for what a server did.
+
+        Raises:
+            GpuserveError: there can be no such server (no program, no GPUs).
+        """
+        begin = time.monotonic()
+        where: list[Path] = []
+
+        def incident(directory: Path, reason: str) -> list[str]:
+            where.append(directory)
+            return incident_command(directory, self._artifacts, reason, limit=0.68 * DUMP)
+
+        def seen(signature: Signature, text: str = "", incident: str | None = None) -> Seen:
+            log = str(where[0] / "server.log") if where else None
+            return Seen(signature, time.monotonic() - begin, text, incident, log)
+
+        with self._gpus(spec, say) as (gpus, fds, pids):
+            try:
+                server = start(
+                    spec,
+                    engine,
+                    parent=session_directory(),
+                    limits=self._limits,
+                    incident=incident,
+                    gpus=gpus,
+                    pass_fds=fds,
+                    progress=say,
+                )
+            except ServerError as error:
+                pids.extend(_pids(where[0]) if where else ())
+                return seen(_signature(error, where[0] if where else None, spec.engine), _text(error), error.incident)
+            try:
+                say("ready; checking")
+                signature, text = check(server, self._check)
+                return seen(signature, text, _last_incident(server) if not signature.passed else None)
+            except ServerError as error:
+                return seen(_signature(error, server.directory, spec.engine), _text(error), error.incident)
+            finally:
+                pids.extend(entry.pid for entry in processes(server.record))
+                server.stop()
+
+    @contextlib.contextmanager
+    def _gpus(self, spec: ServerSpec, say: Say) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], list[int]]]:
+        pids: list[int] = []
+        if not self._pool.counted or not getattr(get_engine(spec.engine), "uses_gpus", spec.engine != "sim"):
+            yield (), (), pids
+            return
+        lease = acquire(spec.tp, self._pool, on_wait=say, evict_idle=lambda: False, limit=3600.0, label=spec.id)
+        try:
+            yield lease.gpus, lease.fds, pids
+        finally:
+            for bad in lease.give_back(lambda: pids, label="gpuserve isolate"):
+                say(bad.text)
+
+
+def check(server: Server, how: Check) -> tuple[Signature, str]:
+    """What a ready server does when it is used.
+
+    Raises:
+        ServerError: it hung or ended meanwhile.
+    """
+    return _run_probe(server, how) if how.argv else _complete(server, how.request_timeout)
+
+
+def _complete(server: Server, timeout: float) -> tuple[Signature, str]:
+    """Two equal short completions and a long one, at temperature 0."""
+    texts: list[str] = []
+    for tokens in (16, 16, _LONG):
+        body: dict[str, Any] = {"model": server.model, "prompt": "The capital of France is", "max_tokens": tokens}
+        body |= {"temperature": 0, "ignore_eos": True}
+        answer = server.post("/v1/completions", json=body, timeout=(10.0, timeout))
+        if answer.status_code == 404 and not texts:
+            return Signature("ready"), "it is ready; it has no /v1/completions, so nothing else was checked (--probe)"
+        if answer.status_code == 400:  # ignore_eos is not in the standard
+            del body["ignore_eos"]
+            answer = server.post("/v1/completions", json=body, timeout=(10.0, timeout))
+        try:
+            texts.append(str(answer.json()["choices"][0]["text"]))
+        except (ValueError, LookupError, TypeError):
+            return (
+                Signature(
+                    "crash" if answer.status_code >= 500 else "config",
+                    "serving",
+                    frozenset({f"HTTP {answer.status_code}"}),
+                ),
+                f"a completion of {tokens} tokens was answered {answer.status_code} without a text",
+            )
+    if texts[0] != texts[1]:
+        return (
+            Signature("degraded", "serving", frozenset({"parity"})),
+            "two equal requests at temperature 0 got different texts",
+        )
+    if not texts[2].strip():
+        return Signature("degraded", "serving", frozenset({"empty"})), f"a completion of {_LONG} tokens is empty"
+    return Signature("ready"), ""
+
+
+def _run_probe(server: Server, how: Check) -> tuple[Signature, str]:
+    """The user's command: 0 passes, 125 cannot tell, anything else fails; a server that hangs or dies says more."""
+    values = {"{url}": server.url, "{port}": str(server.port), "{model}": server.model}
+    argv = [_fill(word, values) for word in how.argv]
+    env = {**os.environ, "GPUSERVE_URL": server.url, "GPUSERVE_MODEL": server.model}
+    with tempfile.TemporaryFile() as output:
+        try:
+            child = subprocess.Popen(
+                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
+            )
+        except OSError as error:
+            raise EngineError(f"--probe: {how.argv[0]} cannot be run: {error.strerror}. Correct --probe.") from None
+        try:
+            deadline = time.monotonic() + how.timeout
+            while child.poll() is None and time.monotonic() < deadline and not server.control.last("killing", "exited"):
+                with contextlib.suppress(subprocess.TimeoutExpired):
+                    child.wait(0.2)
+            code = child.poll()
+        finally:
+            end_group(child)
+    if server.control.last("fired", "killing", "exited"):
+        server.get("/health")  # raises what became of the server; one that was spared answers
+    if code is None:
+        server.dump("probe_timeout")
+        found = _read(_last_incident(server))
+        if found:
+            return Signature.from_json(found), f"--probe did not end within {how.timeout:g} s"
+        return Signature("hang", "serving"), f"--probe did not end within {how.timeout:g} s"
+    if code == 0:
+        return Signature("ready"), ""
+    if code == 125:
+        return Signature("undecided"), "--probe ended with exit code 125: it cannot tell"
+    return Signature("probe", None, frozenset({f"exit {code}"})), f"--probe ended with exit code {code}"
+
+
+def _fill(word: str, values: Mapping[str, str]) -> str:
+    for name, value in values.items():
+        word = word.replace(name, value)
+    return word
+
+
+def end_group(child: subprocess.Popen[bytes]) -> None:
+    """End a command and what it left in its process group, which we made."""
+    with contextlib.suppress(OSError):
+        os.killpg(child.pid, signal.SIGKILL)
+    child.wait()
+
+
+def _signature(error: ServerError, directory: Path | None, engine: str) -> Signature:
+    """From the incident where there is one, else from the log."""
+    found = _read(error.incident)
+    if found and found.get("verdict"):
+        return Signature.from_json(found)
+    if directory is not None and error.verdict == "crash":
+        with contextlib.suppress(Exception):  # a log that cannot be read says nothing
+            from ..diagnose.triage import explain
+
+            told = explain([str(directory / "server.log")], engine if engine != "command" else None)
+            verdict = told.verdict if told.verdict in ("oom", "config", "unsupported_arch", "port") else error.verdict
+            cause = told.cause.kind if told.cause is not None else None
+            return Signature(verdict, told.phase, frozenset({cause} if cause else ()))
+    return Signature(error.verdict)
+
+
+def _text(error: ServerError) -> str:
+    """What the incident says, else the error itself; both are escaped."""
+    found = _read(error.incident)
+    return str(found.get("text") or error) if found else str(error)
+
+
+def _last_incident(server: Server) -> str | None:
+    found = server.incidents()
+    return str(found[-1]["incident"]) if found and found[-1].get("incident") else None
+
+
+def _read(directory: str | None) -> dict[str, Any] | None:
+    if directory is None:
+        return None
+    try:
+        found = json.loads((Path(directory) / "incident.json").read_bytes())
+    except (OSError, ValueError):
+        return None
+    return found if isinstance(found, dict) else None
+
+
+def _pids(directory: Path) -> list[int]:
+    with contextlib.suppress(GpuserveError):
+        return [entry.pid for entry in processes(load(directory))]
+    return []

@@ -1,0 +1,102 @@
+"""One line a test for ``gpuserve judge`` and ``gpuserve isolate``: a private channel beside pytest's exit code.
+
+Written where ``GPUSERVE_RESULTS`` says, by the process that reports (under pytest-xdist the controller), each line
+flushed: what is there after a crash is true.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+VARIABLE = "GPUSERVE_RESULTS"
+
+_PACKAGE = Path(__file__).parents[1]
+
+
+class Results:
+    """Joins the three reports of a test into one line; a rerun's earlier attempts do not count."""
+
+    def __init__(self, path: Path) -> None:
+        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+        self._tests: dict[str, dict[str, Any]] = {}
+
+    def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
+        if report.outcome not in ("passed", "failed", "skipped"):  # "rerun": another attempt follows
+            self._tests.pop(report.nodeid, None)
+            return
+        entry = self._tests.setdefault(report.nodeid, {"nodeid": report.nodeid, "outcome": "passed"})
+        if report.failed and entry["outcome"] != "failed":
+            entry |= {"outcome": "failed", "reason": _reason(report), "error": _error(report)}
+        elif report.skipped and entry["outcome"] == "passed":
+            expected = hasattr(report, "wasxfail")  # failed as it is marked to: the test was run, and tells nothing
+            entry |= {"outcome": "skipped", "reason": _reason(report), "ours": not expected and _ours(report)}
+        entry |= {
+            name.removeprefix("gpuserve_"): value
+            for name, value in report.user_properties
+            if name in ("gpuserve_verdict", "gpuserve_phase", "gpuserve_incident")
+        }
+        if report.when == "teardown":
+            self._write(self._tests.pop(report.nodeid))
+
+    def pytest_collectreport(self, report: pytest.CollectReport) -> None:
+        if report.failed:
+            self._write({"nodeid": report.nodeid, "outcome": "error", "reason": str(report.longrepr)[-300:]})
+
+    def pytest_sessionfinish(self) -> None:
+        for entry in self._tests.values():  # whose teardown was never reported: a worker crashed
+            self._write(entry)
+        self._tests.clear()
+        self._file.close()
+
+    def _write(self, entry: dict[str, Any]) -> None:
+        if entry["outcome"] == "failed" and (roots := _roots(entry.get("incident"))):
+            entry["roots"] = roots
+        self._file.write(json.dumps(entry) + "\n")
+        self._file.flush()
+
+
+def register(config: pytest.Config) -> None:
+    """Begin to report, where somebody asked and this process is the one that reports."""
+    path = os.environ.get(VARIABLE)
+    if path and not hasattr(config, "workerinput") and os.environ.get(f"{VARIABLE}_OWNER", path) == path:
+        os.environ[f"{VARIABLE}_OWNER"] = str(os.getpid())  # a pytest that a test starts must not report as well
+        config.pluginmanager.register(Results(Path(path)), "gpuserve-results")
+
+
+def _ours(report: pytest.TestReport) -> bool:
+    """True when our package skipped it: outcome.py says so, which moves the place of a skip, or the place does."""
+    if getattr(report, "gpuserve_skipped", False):
+        return True
+    where = report.longrepr
+    return isinstance(where, tuple) and _PACKAGE in Path(where[0]).parents
+
+
+def _reason(report: pytest.TestReport) -> str:
+    if isinstance(report.longrepr, tuple):
+        return str(report.longrepr[2]).removeprefix("Skipped: ")[:1000]
+    crash = getattr(report.longrepr, "reprcrash", None)
+    return str(crash.message if crash is not None else report.longrepr)[:1000]
+
+
+def _error(report: pytest.TestReport) -> str | None:
+    crash = getattr(report.longrepr, "reprcrash", None)
+    head = str(crash.message).splitlines()[0] if crash is not None and crash.message else ""
+    name = head.partition(":")[0].strip()
+    return name.rpartition(".")[2] if name and " " not in name else None
+
+
+def _roots(incident: object) -> list[str]:
+    if not isinstance(incident, str) or not incident:
+        return []
+    from ..isolation.signature import Signature
+
+    try:
+        raw = json.loads((Path(incident) / "incident.json").read_bytes())
+        return sorted(Signature.from_json(raw).roots)
+    except (OSError, ValueError, TypeError):
+        return []
