@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import signal
+from collections.abc import Mapping
+
 from .case import READS, Case
 from .finding import Finding
 from .merge import format_ranks
@@ -18,7 +21,7 @@ def exited(case: Case) -> Finding | None:
         return None
     memory = evidence.memory
     fatal = _fatal(case)
-    dead = tuple(case.dead)
+    dead = _first_to_die(case.dead)
     killed = [label for label, code in case.dead.items() if code in (-9, 137)]
     oom = memory is not None and bool(memory.oom_kills) and (bool(killed) or evidence.server_exit in (-9, 137))
     if fatal:
@@ -43,6 +46,19 @@ def exited(case: Case) -> Finding | None:
             f"; {format_ranks(m.label for m in waiting)} still wait" + ("s" if len(waiting) == 1 else "") + " for it"
         )
     return Finding("crash", what, culprits=dead, advice=advice, confidence=0.95 if known else 0.8, layer="process")
+
+
+def _first_to_die(dead: Mapping[str, int | None]) -> tuple[str, ...]:
+    """Of several that are gone, those that the others followed: a rank that is killed or crashes takes its peers with
+    it, which end by themselves (an exit code), abort, or are told to end."""
+
+    def order(code: int | None) -> int:
+        if code is None or code in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 0):
+            return 3
+        return 2 if code > 0 else 1 if code == -signal.SIGABRT else 0
+
+    first = min((order(code) for code in dead.values()), default=0)
+    return tuple(label for label, code in dead.items() if order(code) == first)
 
 
 def _exits(case: Case) -> str:

@@ -181,6 +181,22 @@ def test_an_exit_code_says_how_a_rank_ended(dumps):
     assert "exit code 1" in hung(members, number=4, exits={"TP3": 1}).text
 
 
+@pytest.mark.parametrize(
+    ("codes", "first"),
+    [
+        ({"TP0": 1, "TP1": 1, "TP2": -9}, ("TP2",)),
+        ({"TP0": -6, "TP1": -11, "TP2": -6}, ("TP1",)),
+        ({"TP0": -15, "TP1": 1, "TP2": -15}, ("TP1",)),
+        ({"TP0": -6, "TP1": 1, "TP2": -6}, ("TP0", "TP2")),
+        ({"TP0": 1, "TP1": 1, "TP2": 1}, ("TP0", "TP1", "TP2")),
+    ],
+)
+def test_of_several_that_ended_the_first_to_die_is_named(dumps, codes, first):
+    found = hung([dumps.dump("api", "f x.py:1")], number=3, exits=codes)
+    assert (found.verdict, found.culprits) == ("crash", first)
+    assert all(label in found.text for label in codes)
+
+
 def test_the_server_that_ended_is_a_crash_whatever_the_code():
     found = judge(Evidence(server_exit=0))
     assert found.verdict == "crash"
