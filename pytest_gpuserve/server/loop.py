@@ -24,6 +24,7 @@ from typing import Any
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
 LINE_LIMIT, CLIENT_LIMIT = 1 << 20, 16  # bytes of a request, or of events that a full disk keeps waiting; clients
+IN_MOVED_TO, IN_CREATE = 0x80, 0x100
 TREE_START, TREE_SILENCE = 10.0, 1.5  # seconds
 
 
@@ -40,6 +41,16 @@ def stat(pid: int) -> tuple[int, str]:
 def prctl(option: int, value: int) -> None:
     if ctypes.CDLL(None, use_errno=True).prctl(option, value, 0, 0, 0):
         raise OSError(ctypes.get_errno(), "prctl")
+
+
+def watch_folder(path: str) -> int:
+    """A descriptor that can be read when a file was made in a directory; -1 where inotify is not to be had."""
+    libc = ctypes.CDLL(None, use_errno=True)
+    fd = int(libc.inotify_init1(os.O_NONBLOCK | os.O_CLOEXEC))
+    if fd >= 0 and libc.inotify_add_watch(fd, path.encode(), IN_CREATE | IN_MOVED_TO) < 0:
+        os.close(fd)
+        return -1
+    return fd
 
 
 def spawn(

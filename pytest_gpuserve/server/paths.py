@@ -71,7 +71,7 @@ def here() -> dict[str, object]:
 
 def server_directory(parent: Path, spec: ServerSpec) -> Path:
     """A new directory ``<n>-<spec.id>`` in ``parent``, 0700."""
-    number = 1 + sum(1 for _ in parent.iterdir())
+    number = 1 + sum(path.is_dir() for path in parent.iterdir())
     while True:
         path = parent / f"{number}-{spec.id[:120]}"  # a name may have 255 bytes, and files with it are longer
         try:

@@ -174,11 +174,16 @@ def free(leftovers: Sequence[Leftover], *, grace: float = 0.0, limit: float = 10
     seen = {process.id: process for found in todo for process in found.processes}
     alive = {id for id in seen if procfs.same(id)}
     shared = {pid for word, *rest in words if word == "shared" for pid in rest}
+    present = _present()
+    unknown = {rest[1] for word, *rest in words if word == "shm" and rest[0] in present and str(rest[0]) not in files}
     return Swept(
         ended=tuple(process for id, process in seen.items() if id not in alive),
         left=tuple(process for id, process in seen.items() if id in alive and id.pid not in shared),
         unlinked=tuple(str(rest[0]) for word, *rest in words if word == "unlinked"),
-        kept=tuple(f"/dev/shm/{rest[0]} ({rest[1]})" for word, *rest in words if word == "kept"),
+        kept=(
+            *(f"/dev/shm/{rest[0]} ({rest[1]})" for word, *rest in words if word == "kept"),
+            *(f"/dev/shm/{name} (no supervisor noted whose it is)" for name in sorted(unknown)),
+        ),
         waiting=waiting,
         problems=() if complete else ("sweeping up after dead sessions was not done within its limit",),
     )

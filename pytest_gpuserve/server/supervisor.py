@@ -21,9 +21,9 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from .loop import PR_SET_CHILD_SUBREAPER, RESET, Journal, Listener, Loop, Tree, prctl, spawn, stat
+    from .loop import PR_SET_CHILD_SUBREAPER, RESET, Journal, Listener, Loop, Tree, prctl, spawn, stat, watch_folder
 else:  # as a script: its own directory comes first
-    from loop import PR_SET_CHILD_SUBREAPER, RESET, Journal, Listener, Loop, Tree, prctl, spawn, stat
+    from loop import PR_SET_CHILD_SUBREAPER, RESET, Journal, Listener, Loop, Tree, prctl, spawn, stat, watch_folder
 
 COOKIE, MARK, SHM = "GPUSERVE_COOKIE", "GPUSERVE_ALARM", "/dev/shm"
 PIDFD_SIGNAL_PROCESS_GROUP = 4
@@ -98,6 +98,8 @@ class Supervisor:
         wake, woken = os.pipe2(os.O_NONBLOCK | os.O_CLOEXEC)
         signal.set_wakeup_fd(woken, warn_on_full_buffer=False)
         self.loop.watch(wake, lambda: os.read(wake, 4096))
+        if (made := watch_folder(SHM)) >= 0:
+            self.loop.watch(made, partial(self.shm_made, made))
         self.listener = Listener(self.loop, "supervisor.sock", self.answer)
 
     def run(self) -> int:
@@ -123,7 +125,7 @@ class Supervisor:
         """When to look again, if nothing happens."""
         busy = self.unpinned or self.killing or self.journal.waiting
         times = [time.monotonic() + (0.1 if busy else 1.0)]
-        times += [self.tree.limit] if self.tree.asked else []
+        times += [self.tree.limit] if self.tree.asked else [] if self.dump or self.killing else [self.next_look]
         times += [self.dump.until] if self.dump else [alarm.deadline for alarm in self.alarms.values()]
         return min(times)
 
@@ -151,6 +153,12 @@ class Supervisor:
             if fresh := [inode for inode in fresh if self.tries.get(inode, 0) < 3]:
                 self.tries.update({inode: self.tries.get(inode, 0) + 1 for inode in fresh})
                 self.tree.ask("journal", **self.whose())
+
+    def shm_made(self, fd: int) -> None:
+        """Look soon: whoever makes a file may be killed next, and we too, and then it must be known whose it was."""
+        with suppress(OSError):
+            os.read(fd, 65536)
+        self.next_look = min(self.next_look, time.monotonic() + 0.1)
 
     def collect(self) -> None:
         """Reap the server, alarms, tree.py, and the orphans of the server, which become our children."""

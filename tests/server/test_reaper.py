@@ -67,12 +67,21 @@ def decoy(*words: str, **env: str) -> Iterator[subprocess.Popen[bytes]]:
 
 
 def kill(directory: Path, owner: subprocess.Popen[str]) -> None:
-    """Supervisor first, so that nobody is there to see the owner die."""
-    supervisor = load(directory).supervisor
-    assert supervisor is not None
-    os.kill(supervisor.pid, signal.SIGKILL)
+    """Supervisor first, so that nobody is there to see the owner die. Its child, the server's root, dies with it."""
+    record = load(directory)
+    assert record.supervisor is not None
+    assert record.root is not None
+    os.kill(record.supervisor.pid, signal.SIGKILL)
     owner.kill()
     owner.wait()
+    wait_for_end(record.root)
+
+
+def wait_for_end(process: procfs.ProcessId) -> None:
+    deadline = time.monotonic() + 20
+    while procfs.same(process):
+        assert time.monotonic() < deadline, f"{process} does not end"
+        time.sleep(0.01)
 
 
 def noted(directory: Path, name: str) -> bool:
@@ -369,3 +378,19 @@ def test_a_helper_that_falls_silent_is_replaced(monkeypatch: pytest.MonkeyPatch,
     assert ask_tree([{"do": "about"}], 60.0) == ([["about", 77]], True)
     monkeypatch.setattr("pytest_gpuserve.server.asking._TREE", tmp_path / "missing.py")
     assert ask_tree([{"do": "about"}], 0.5) == ([], False)
+
+
+def test_files_are_noted_at_once(own: Any, tagged: Any, wait_for: Wait, shm: str) -> None:
+    """Not at the next look, once a second: what is not noted when the supervisor is killed belongs to nobody."""
+    taken = []
+    for number in range(3):
+        name = f"{shm}-{number}"
+        try:
+            _, directory = own(f"shm={name}")
+            wait_for(lambda directory=directory, name=name: noted(directory, name))
+            lines = (directory / "events.jsonl").read_text().splitlines()
+            (event,) = [e for e in map(json.loads, lines) if e["event"] == "shm"]
+            taken.append(event["time"] - (SHM / name).stat().st_mtime)
+        finally:
+            (SHM / name).unlink(missing_ok=True)
+    assert min(taken) < 0.45, taken
