@@ -11,6 +11,7 @@ import sys
 from collections.abc import Mapping
 from configparser import ConfigParser
 from configparser import Error as ConfigParserError
+from importlib import import_module
 from pathlib import Path
 from typing import Any
 
@@ -43,12 +44,9 @@ def _tables(path: Path, kind: str) -> Mapping[str, Mapping[str, Any]]:
     if not path.is_file():
         return {}
     if path.suffix == ".toml":
-        if sys.version_info >= (3, 11):
-            import tomllib
-        else:
-            import tomli as tomllib
+        toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
         try:
-            document = tomllib.loads(path.read_text(encoding="utf-8"))
+            document = toml.loads(path.read_text(encoding="utf-8"))
         except (OSError, ValueError) as error:
             raise SpecError(f"{path} cannot be read: {error}") from None
         tables = document.get("tool", {}).get("gpuserve", {}).get(kind, {})

@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from .. import procfs
 from ..engines import get_engine
 from ..errors import GpuserveError, ServerStartError, SpecError
 from ..report.incident import command
@@ -67,6 +68,8 @@ class Slot:
                 self.retire = f"it ended by itself with exit code {code}"
             elif not self.server.control.alive():
                 self.retire = "its supervisor was killed"
+            elif (root := self.server.record.root) is not None and not procfs.same(root):
+                self.retire = "it ended by itself"  # and its supervisor is about to say so
         return self.retire
 
 

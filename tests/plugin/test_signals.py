@@ -51,9 +51,9 @@ def running(project):
         process.wait()
 
 
-def assert_gone(project, since: float, extra: float = 0.0) -> None:
-    """Nothing is left ``GRACE`` and a moment after ``since``; the moment is long because the machine may be busy."""
-    project.assert_nothing_left(GRACE + 10 + extra)
+def assert_gone(project, since: float) -> None:
+    """Nothing is left ``GRACE`` + 1 s after ``since``; a busy machine is given three more."""
+    project.assert_nothing_left(GRACE + 4)
     print(f"gone after {time.monotonic() - since:.1f} s")
 
 
