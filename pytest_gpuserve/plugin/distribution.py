@@ -7,6 +7,7 @@ file, no environment variable, and it arrives before the worker's list of tests 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from functools import partial
 from typing import Any, TypeAlias
 
 import pytest
@@ -26,14 +27,33 @@ def install(config: pytest.Config, state: State) -> None:
     """Register the end that belongs into this process."""
     if state.is_worker:
         if channel := config.workerinput.get(CHANNEL):  # type: ignore[attr-defined]
-            config.pluginmanager.register(WorkerEnd(channel, server_of, state.last_of_its_server), "gpuserve-worker")
+            from .conclusion import describe as describe_cell
+
+            worker = WorkerEnd(channel, server_of, state.last_of_its_server, describe_cell)
+            config.pluginmanager.register(worker, "gpuserve-worker")
         return
     from .durations import Durations
 
     durations = Durations(config, lambda: distributor.served)
-    distributor = Distributor(config, durations.past, lambda: _to_lease(state))
+    distributor = Distributor(config, durations.past, lambda: _to_lease(state), partial(_learn, state))
     config.pluginmanager.register(durations, "gpuserve-durations")
     config.pluginmanager.register(distributor, "gpuserve-distributor")
+
+
+def follow(state: State) -> None:
+    """Where tests run in this process: keep their durations, and what becomes of the cells among them."""
+    from .conclusion import describe as describe_cell
+    from .durations import remember
+
+    remember(state)
+    _learn(state, {item.nodeid: cell for item in state.planned if (cell := describe_cell(item)) is not None})
+
+
+def _learn(state: State, cells: Mapping[str, Mapping[str, Any]]) -> None:
+    if cells:
+        from .conclusion import learn
+
+        learn(state, cells)
 
 
 def _to_lease(state: State) -> int | None:
@@ -55,17 +75,23 @@ class Distributor:
     Args:
         durations: seconds of tests in past runs, by node id; asked for once.
         gpus: how many GPUs there are to lease, None: not known; asked for once, when servers are about to be started.
+        learn: told the cells among a worker's tests, described by node id.
 
     Attributes:
         served: node ids of tests that want a server, once workers have collected.
     """
 
     def __init__(
-        self, config: pytest.Config, durations: Callable[[], Mapping[str, float]], gpus: Callable[[], int | None]
+        self,
+        config: pytest.Config,
+        durations: Callable[[], Mapping[str, float]],
+        gpus: Callable[[], int | None],
+        learn: Callable[[Mapping[str, Mapping[str, Any]]], object] = dict,
     ) -> None:
         self._mode = config.getvalue("dist")
         self._durations = durations
         self._gpus = gpus
+        self._learn = learn
         self._channels: dict[Any, Any] = {}
         self._published: dict[Any, Mapping[str, Any]] = {}
         self.served: set[str] = set()
@@ -81,6 +107,7 @@ class Distributor:
         """A worker's list of tests is here, and so is its description of them."""
         if said := self._published.get(node):
             self.served |= {nodeid for nodeid, key in zip(ids, said["of"], strict=False) if key is not None}
+            self._learn({ids[n]: cell for n, cell in said["cells"].items() if n < len(ids)})
 
     @pytest.hookimpl(trylast=True, optionalhook=True)
     def pytest_xdist_make_scheduler(self, config: pytest.Config, log: Any) -> Any:
@@ -119,15 +146,22 @@ class WorkerEnd:
         last_of_unit: told of a test before it runs when no other test of its server will come to this worker.
     """
 
-    def __init__(self, channel: Any, server_of: ServerOf, last_of_unit: Callable[[pytest.Item], object]) -> None:
+    def __init__(
+        self,
+        channel: Any,
+        server_of: ServerOf,
+        last_of_unit: Callable[[pytest.Item], object],
+        cell_of: Callable[[pytest.Item], dict[str, Any] | None] = lambda item: None,
+    ) -> None:
         self._channel = channel
         self._server_of = server_of
         self._last_of_unit = last_of_unit
+        self._cell_of = cell_of
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, Any, Any]:
         """Describe the tests before pytest-xdist reports them."""
-        self._channel.send(describe(session.items, self._server_of))
+        self._channel.send(describe(session.items, self._server_of, self._cell_of))
         return (yield)
 
     @pytest.hookimpl(tryfirst=True)
@@ -149,18 +183,25 @@ class WorkerEnd:
         return None
 
 
-def describe(items: Sequence[pytest.Item], server_of: ServerOf) -> dict[str, Any]:
-    """What a worker publishes: ``servers`` key to [id, gpus], ``of`` key or None per test, ``groups`` per test."""
-    servers: dict[str, list[Any]] = {}
-    of: list[str | None] = []
-    groups: list[str | None] = []
-    for item in items:
-        found = server_of(item)
-        if found is not None:
-            servers[found[0]] = [found[1], found[2]]
-        of.append(found[0] if found is not None else None)
-        marks = sorted(
-            {str(m.args[0] if m.args else m.kwargs.get("name", "default")) for m in item.iter_markers("xdist_group")}
-        )
-        groups.append("_".join(marks) if marks else None)
-    return {"servers": servers, "of": of, "groups": groups}
+def describe(
+    items: Sequence[pytest.Item], server_of: ServerOf, cell_of: Callable[[pytest.Item], dict[str, Any] | None]
+) -> dict[str, Any]:
+    """What a worker publishes, as plain values.
+
+    ``servers`` key to [id, gpus]; ``of`` key or None per test; ``groups`` xdist_group or None per test; ``cells``
+    position to cell, of tests that have one.
+    """
+    found = [server_of(item) for item in items]
+    cells = {n: cell for n, item in enumerate(items) if (cell := cell_of(item)) is not None}
+    return {
+        "servers": {server[0]: [server[1], server[2]] for server in found if server is not None},
+        "of": [None if server is None else server[0] for server in found],
+        "groups": [_group(item) for item in items],
+        "cells": cells,
+    }
+
+
+def _group(item: pytest.Item) -> str | None:
+    """As pytest-xdist reads the mark."""
+    names = {str(m.args[0] if m.args else m.kwargs.get("name", "default")) for m in item.iter_markers("xdist_group")}
+    return "_".join(sorted(names)) or None

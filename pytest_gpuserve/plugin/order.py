@@ -31,9 +31,9 @@ class Order:
         items[:] = together(items)
         self._state.selected(items)
         if self._state.pending and not self._state.is_worker:
-            from .durations import remember
+            from .distribution import follow
 
-            remember(self._state)
+            follow(self._state)
         return result
 
 
