@@ -38,6 +38,10 @@ def pytest_configure(config: pytest.Config) -> None:
         from .xdist import Controller
 
         config.pluginmanager.register(Controller(state), "gpuserve-controller")
+    if (known := options.known_failures(config)) is not None:
+        from .known import register
+
+        register(config, *known)
     if state.distributes or state.is_worker:
         from .distribution import install
 

@@ -227,6 +227,7 @@ OPTIONS: tuple[Option, ...] = (
         "while processes that are none of ours use the GPUs: wait for them, skip or fail the test",
         "wait|skip|fail",
     ),
+    Option("known-failures", lambda text, _: text, "", "file of cells that are expected to fail (docs/)", "FILE"),
     Option("lease-timeout", seconds, "3600", "how long a test may wait for GPUs that others hold", "SECONDS"),
     Option(
         "session-deadline",
@@ -314,6 +315,13 @@ def alarm_limit(dump_timeout: float) -> float:
 def incident_limit(dump_timeout: float) -> float:
     """Seconds an incident gives itself: it ends before the supervisor ends it."""
     return 0.85 * alarm_limit(dump_timeout)
+
+
+def known_failures(config: pytest.Config) -> tuple[str, Source] | None:
+    """The file of known failures and who named it; None when nobody did."""
+    option = next(option for option in OPTIONS if option.name == "known-failures")
+    text, source = option.text(config)
+    return (text, source) if text else None
 
 
 def keep_plan_here(config: pytest.Config) -> None:
