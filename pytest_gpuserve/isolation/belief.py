@@ -67,6 +67,7 @@ class Belief:
             mask: self._before(mask) for size in sizes for mask in map(mask_of, combinations(range(self._n), size))
         }
         self._inside = dict.fromkeys(self._start, (0, 0))
+        self._excluded: set[int] = set()
         self._launches: list[tuple[int, bool]] = []
         self._passes = self._fails = 0
         self._known: Posterior | None = None
@@ -79,10 +80,17 @@ class Belief:
 
     def consider(self, mask: int) -> None:
         """Weigh this set too, however large it is."""
-        if mask not in self._start:
+        if mask not in self._start and mask not in self._excluded:
             self._start[mask] = self._before(mask)
             held = [failed for launched, failed in self._launches if mask & launched == mask]
             self._inside[mask] = (held.count(False), held.count(True))
+            self._known = None
+
+    def exclude(self, mask: int) -> None:
+        """This set cannot run by itself, so it is not what a person can be given as the answer."""
+        self._excluded.add(mask)
+        if len(self._start) > 1 and self._start.pop(mask, None) is not None:
+            del self._inside[mask]
             self._known = None
 
     def add(self, mask: int, failed: bool) -> None:

@@ -188,7 +188,9 @@ class _State:
         return outcome
 
     def _weigh(self, trial: Trial) -> None:
-        if trial.outcome != "unresolved":
+        if trial.outcome == "unresolved":
+            self.belief.exclude(mask_of(trial.deltas))
+        else:
             self.belief.add(mask_of(trial.deltas), trial.outcome == "fail")
 
     def ask_most_informative(self, purpose: Purpose) -> Asking[bool]:
@@ -278,8 +280,11 @@ def _verify(state: _State, deltas: frozenset[int]) -> Asking[bool]:
     state.belief.consider(mask)
     if not any(t.deltas == deltas and t.outcome == "fail" for t in state.known):
         for _ in range(_repeats(state)):
-            if (yield from state.ask(deltas, "verify")) == "fail":
+            outcome = yield from state.ask(deltas, "verify")
+            if outcome == "fail":
                 break
+            if outcome == "unresolved":
+                return False
         else:
             return False
     smaller = [deltas - {delta} for delta in sorted(deltas)] if len(deltas) > 1 else []

@@ -1,0 +1,229 @@
+"""The search on planted failing sets: right answers, few launches, budgets, resuming, looking ahead."""
+
+from __future__ import annotations
+
+import math
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpuserve.isolation.belief import Belief, deltas_of, entropy, mask_of
+from pytest_gpuserve.isolation.replay import ahead, conclude_now, replay
+from pytest_gpuserve.isolation.search import Finding, Question, Trial, search
+
+N = 12
+
+
+def drive(run, answer) -> Finding:
+    try:
+        question = next(run)
+        while True:
+            question = run.send(answer(question.deltas))
+    except StopIteration as stop:
+        return stop.value
+
+
+def monotone(*sets):
+    return lambda deltas: "fail" if any(frozenset(one) <= deltas for one in sets) else "pass"
+
+
+def flaky(planted, q, f, seed):
+    rng = random.Random(seed)
+    return lambda deltas: "fail" if rng.random() < (q if frozenset(planted) <= deltas else f) else "pass"
+
+
+@pytest.mark.parametrize(("k", "factor"), [(1, 1.3), (2, 1.5), (3, 1.6)])
+def test_deterministic_failures_cost_little_more_than_the_floor(k: int, factor: float) -> None:
+    launches = []
+    for seed in range(60):
+        planted = random.Random(seed).sample(range(N), k)
+        found = drive(search([1.0] * N, others=False), monotone(planted))
+        assert (found.status, found.sets) == ("found", (frozenset(planted),))
+        assert found.confidence > 0.98
+        launches.append(found.launches("search"))
+    assert sum(launches) / len(launches) <= factor * math.log2(math.comb(N, k))
+
+
+@pytest.mark.parametrize(("q", "f", "least"), [(1.0, 0.02, 29), (0.8, 0.02, 28), (0.5, 0.0, 27)])
+def test_flaky_failures_are_found_within_the_budget(q: float, f: float, least: int) -> None:
+    right = 0
+    for seed in range(30):
+        planted = random.Random(f"planted {seed}").sample(range(N), 1 + seed % 2)
+        found = drive(search([1.0] * N, others=False), flaky(planted, q, f, seed))
+        assert found.launches("search") <= 60
+        right += found.sets == (frozenset(planted),)
+    assert right >= least
+
+
+def test_the_base_alone_is_asked_first_and_may_be_to_blame() -> None:
+    run = search([1.0] * 4)
+    assert next(run) == Question(frozenset(), "calibrate", pytest.approx(0.0, abs=0.05))
+    found = drive(search([1.0] * 4), lambda _: "fail")
+    assert (found.status, found.sets, found.launches()) == ("base_fails", (), 3)
+
+
+def test_nothing_fails() -> None:
+    found = drive(search([1.0] * 4, calibrate=2), lambda _: "pass")
+    assert (found.status, found.sets) == ("not_reproduced", ())
+    assert found.launches() == 16  # both ends, four times as often: it may be rare
+
+
+def test_two_sets_are_reported() -> None:
+    found = drive(search([1.0] * 8), monotone({1, 2}, {5}))
+    assert found.status == "found"
+    assert set(found.sets) == {frozenset({1, 2}), frozenset({5})}
+    assert drive(search([1.0] * 8, others=False), monotone({1, 2}, {5})).sets in (
+        (frozenset({1, 2}),),
+        (frozenset({5}),),
+    )
+
+
+def test_a_set_larger_than_is_weighed() -> None:
+    found = drive(search([1.0] * 8, others=False), monotone({0, 2, 4, 6, 7}))
+    assert (found.status, found.sets) == ("found", (frozenset({0, 2, 4, 6, 7}),))
+
+
+def test_combinations_that_cannot_run_are_passed_over() -> None:
+    def answer(deltas):
+        if 3 in deltas and 4 not in deltas:
+            return "unresolved"  # 3 needs 4
+        return monotone({3, 4})(deltas)
+
+    found = drive(search([1.0] * 8, others=False), answer)
+    assert (found.status, found.sets) == ("found", (frozenset({3, 4}),)), "3 alone cannot run, so it is no answer"
+    assert "unresolved" in {trial.outcome for trial in found.trials}
+    asked = [trial.deltas for trial in found.trials if trial.outcome == "unresolved"]
+    assert len(asked) <= len(set(asked)) + 3, "a launch that cannot be made is not made again and again"
+
+
+def test_usual_suspects_come_first() -> None:
+    weights = [1.0] * N
+    weights[7] = 30.0
+    usual = drive(search(weights, others=False), monotone({7})).launches("search")
+    assert usual < drive(search([1.0] * N, others=False), monotone({7})).launches("search")
+
+
+def test_evidence_saves_launches() -> None:
+    known = [Trial(frozenset(), "pass")] * 3 + [Trial(frozenset(range(N)), "fail")] * 3
+    known += [Trial(frozenset({2, 3}), "fail"), Trial(frozenset({0, 1, 2}), "pass")]
+    found = drive(search([1.0] * N, evidence=known, others=False), monotone({3}))
+    assert found.sets == (frozenset({3}),)
+    assert found.launches("calibrate") == 0
+    assert found.launches("search") <= 3
+
+
+def test_the_budget_ends_the_search_with_its_best_guess() -> None:
+    found = drive(search([1.0] * N, budget=3, others=False), flaky({1, 5}, 0.5, 0.0, 3))
+    assert found.launches("search") <= 3
+    assert found.status in ("undecided", "found")
+    assert len(found.sets) == 1
+
+
+@pytest.mark.parametrize("weights", [[], [1.0, 0.0]])
+def test_impossible_weights(weights: list[float]) -> None:
+    with pytest.raises(ValueError, match="at least one delta"):
+        next(search(weights))
+
+
+@settings(max_examples=12, deadline=None)
+@given(st.sets(st.integers(0, 7), min_size=1, max_size=3), st.integers(0, 30), st.sampled_from([1.0, 0.7]))
+def test_a_search_resumes_without_repeating_a_launch(planted, cut, q) -> None:
+    """Property: replaying any prefix of the launches brings the search to the same next question, and the same end."""
+    answer = flaky(planted, q, 0.0, 5)
+    outcomes: dict[frozenset[int], list[str]] = {}
+    asked = []
+    while isinstance(question := replay(search([1.0] * 8), outcomes), Question):
+        asked.append(question)
+        outcomes.setdefault(question.deltas, []).append(answer(question.deltas))
+    assert sum(map(len, outcomes.values())) == len(asked) == question.launches()
+    prefix: dict[frozenset[int], list[str]] = {}
+    used: dict[frozenset[int], int] = {}
+    for question_ in asked[:cut]:
+        n = used.get(question_.deltas, 0)
+        used[question_.deltas] = n + 1
+        prefix.setdefault(question_.deltas, []).append(outcomes[question_.deltas][n])
+    again = replay(search([1.0] * 8), prefix)
+    assert again == (asked[cut] if cut < len(asked) else question)
+
+
+@pytest.mark.parametrize("width", [1, 2, 4])
+def test_looking_ahead_finds_the_same_in_fewer_rounds(width: int) -> None:
+    def make():
+        return search([1.0] * N, others=False)
+
+    answer, outcomes, rounds = monotone({4, 9}), {}, 0
+    while questions := ahead(make, outcomes, width):
+        rounds += 1
+        assert len(questions) <= width
+        assert questions[0] == replay(make(), outcomes)
+        for question in questions:
+            outcomes.setdefault(question.deltas, []).append(answer(question.deltas))
+    assert replay(make(), outcomes).sets == (frozenset({4, 9}),)
+    alone = drive(make(), answer).launches()
+    assert rounds == alone if width == 1 else rounds < alone * 0.75
+
+
+def test_several_servers_at_once_never_ask_for_more_of_one_launch_than_the_search_will() -> None:
+    first = ahead(lambda: search([1.0] * 6, calibrate=3), {}, 4)
+    assert [question.deltas for question in first] == [frozenset()] * 3 + [frozenset(range(6))]
+
+
+def test_no_time_left() -> None:
+    launches = {frozenset(): ["pass"] * 3, frozenset(range(8)): ["fail"] * 3, frozenset({0, 1, 2, 3}): ["fail"]}
+    found = conclude_now(search([1.0] * 8), launches)
+    assert found.status == "undecided"
+    assert found.sets[0] <= {0, 1, 2, 3}
+    assert conclude_now(search([1.0] * 8), {}).sets == ()
+
+
+def test_belief_is_a_distribution_that_launches_move() -> None:
+    belief = Belief([1.0] * 6, 2)
+    for _ in range(3):
+        belief.add(mask_of(range(6)), True)
+        belief.add(0, False)
+    before = belief.posterior()
+    belief.add(mask_of({2, 3}), True)
+    after = belief.posterior()
+    assert math.isclose(sum(after.weight.values()), 1.0)
+    assert after.weight[mask_of({2, 3})] > before.weight[mask_of({2, 3})]
+    assert after.weight[mask_of({0})] < before.weight[mask_of({0})] / 20
+    assert deltas_of(after.best) <= {2, 3}
+    assert after.chance(mask_of({2, 3, 4})) > 0.8 > 0.2 > after.chance(mask_of({0, 1}))
+
+
+def test_the_repro_rate_is_learnt() -> None:
+    belief = Belief([1.0] * 4, 1)
+    for n in range(20):
+        belief.add(0b1111, n % 2 == 0)
+    assert 0.4 < belief.posterior().mean_rate < 0.6
+
+
+def test_the_chosen_launch_is_about_the_most_informative_of_all() -> None:
+    rng = random.Random(4)
+    for _ in range(10):
+        belief = Belief([1.0] * 7, 2)
+        for _ in range(rng.randrange(2, 8)):
+            mask = rng.randrange(128)
+            belief.add(mask, mask & 0b101 == 0b101)
+        posterior = belief.posterior()
+        noise = entropy(posterior.false_alarm)
+
+        def gain(mask, posterior=posterior, noise=noise):
+            inside = [(w, posterior.rate[m]) for m, w in posterior.weight.items() if m & mask == m]
+            held = sum(w for w, _ in inside)
+            return entropy(posterior.chance(mask)) - sum(w * entropy(r) for w, r in inside) - (1 - held) * noise
+
+        choice = belief.most_informative((1.0, 1.0))
+        best = max(map(gain, range(128)))
+        assert choice is not None
+        assert gain(choice[0]) >= 0.9 * best
+
+
+def test_a_cheap_launch_is_preferred() -> None:
+    belief = Belief([1.0] * 8, 1)
+    belief.add(0b11111111, True)
+    _, even = belief.most_informative((1.0, 1.0)) or (0, 0.0)
+    _, costly = belief.most_informative((1.0, 30.0)) or (0, 0.0)
+    assert costly < even, "a launch that fails costs the watchdog's patience"
