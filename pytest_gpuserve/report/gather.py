@@ -222,7 +222,7 @@ class Scene:
 
     def still(self, merged: Merged) -> bool:
         """Nothing moved while we looked, for more than one round: no stack, no CPU, no reads, no log."""
-        if len(self.rounds) < 2 or self.log_size is None or size_of(self.record.log) != self.log_size:
+        if len(self.rounds) < 2 or self.log_size is None or said_more(self.record.log, self.log_size, self.engine):
             return False
         busy = [m for m in merged.members if (m.cpu or 0) > 0.05 or (m.read or 0) > 1e6]
         return not merged.moving and not busy
@@ -265,6 +265,18 @@ class Scene:
             requests=requests_in_flight(record.directory),
             test=self.test,
         )
+
+
+def said_more(path: Path, since: int, engine: Engine | None) -> bool:
+    """The log has lines after byte ``since`` that are no heartbeats (the watcher's own GET /metrics is one)."""
+    try:
+        with path.open("rb") as log:
+            log.seek(since)
+            lines = log.read(1 << 20).splitlines()
+    except OSError:
+        return True
+    beats = engine.grammar.heartbeats if engine else ()
+    return any(line.strip() and not any(beat.search(line) for beat in beats) for line in lines)
 
 
 def size_of(path: Path) -> int | None:

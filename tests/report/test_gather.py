@@ -10,6 +10,7 @@ import pytest
 
 from pytest_gpuserve import procfs
 from pytest_gpuserve.diagnose.evidence import Progress
+from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.report import gather
 from pytest_gpuserve.server.record import ServerRecord, boot_id
 from pytest_gpuserve.spec import ServerSpec
@@ -62,3 +63,20 @@ def test_tokens_that_move_are_progress_whenever_they_do(record: ServerRecord, mo
     seen = found.evidence(found.merged).progress
     assert seen is not None
     assert seen.state == "moving"
+
+
+@pytest.mark.parametrize(
+    ("line", "more"),
+    [
+        (b'[2026-01-01 10:00:00] INFO:     127.0.0.1:4 - "GET /metrics HTTP/1.1" 200 OK\n', False),
+        (b"[2026-01-01 10:00:00 TP0] Decode batch, #running-req: 1, #token: 42\n", True),
+        (b"\n", False),
+    ],
+)
+def test_heartbeats_are_nothing_that_the_log_says(tmp_path: Path, line: bytes, more: bool) -> None:
+    log = tmp_path / "server.log"
+    log.write_bytes(b"[2026-01-01 09:00:00 TP0] Load weight begin.\n")
+    size = log.stat().st_size
+    with log.open("ab") as out:
+        out.write(line)
+    assert gather.said_more(log, size, get_engine("sglang")) is more
