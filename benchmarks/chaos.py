@@ -200,7 +200,7 @@ class Run:
         return found
 
     def records(self) -> Iterator[ServerRecord]:
-        """Servers of this run, known by its supervisor's or its own processes or, when those are gone, by the time."""
+        """Servers of this run: those launched since it began (runs come one after the other)."""
         for path in self.state.glob("sessions/*/*/server.json"):
             with contextlib.suppress(GpuserveError, OSError):
                 if path.stat().st_mtime > time.time() - (time.monotonic() - self.begun) - 1:
@@ -292,7 +292,7 @@ def session(
         if kind == "worker" and not workers:
             kind = "pytest"
         wait(run.over, dice.uniform(0.0, options.span))
-        hit = strike(run, kind, dice, options.span)
+        hit = strike(run, kind, dice, LIMIT)
         if not hit:  # there was none: another time
             kinds.insert(0, kind)
             continue

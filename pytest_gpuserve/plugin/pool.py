@@ -21,6 +21,7 @@ from ..report.incident import command
 from ..server.leases import Evictor, Lease, waiting
 from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
+from ..server.reaper import sweep_dead_sessions
 from ..server.record import processes
 from ..spec import ServerSpec
 from .checks import uses_gpus
@@ -88,6 +89,7 @@ class Pool:
         self._strikes: dict[str, list[str]] = {}
         self._watching = Watching(state.settings)
         self._leasing = Leasing(state, self._evict)
+        self._swept = False
         self._evictor: Evictor | None = None
         self._lock = threading.RLock()
         self.touched: list[Slot] = []
@@ -208,6 +210,10 @@ class Pool:
 
     def _start(self, wanted: Wanted, item: pytest.Item | None) -> Slot:
         spec, limits, state = wanted.spec, wanted.limits(self._state.settings), self._state
+        if not self._swept:
+            self._swept = True
+            if text := sweep_dead_sessions().text:
+                state.ledger.trouble(text)
         self._make_room(spec)
         lease = self._leasing.take(spec, item, [d for slot in self.held() for d in slot.lease.devices])
         if lease.devices and self._evictor is None:

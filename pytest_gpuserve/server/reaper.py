@@ -96,15 +96,15 @@ class Swept:
         """One paragraph for a person, escaped; "" when there is nothing to tell (old logs are nothing to tell)."""
         parts = []
         if self.ended:
-            parts.append(f"ended {len(self.ended)} processes of dead sessions: {_some(self.ended)}")
+            parts.append(f"Ended what dead sessions left: {_some(self.ended)}")
         if self.unlinked:
-            parts.append(f"unlinked {len(self.unlinked)} files in /dev/shm: {_some(self.unlinked)}")
+            parts.append(f"Unlinked in /dev/shm: {_some(self.unlinked)}")
         if self.left:
-            parts.append(f"could not end {_some(self.left)}")
+            parts.append(f"Could not end {_some(self.left)}")
         if self.kept:
-            parts.append(f"kept {_some(self.kept)}")
+            parts.append(f"Kept {_some(self.kept)}")
         parts += [one_line(problem) for problem in self.problems]
-        return f"gpuserve: {'; '.join(parts)}." if parts else ""
+        return f"{'. '.join(parts)}." if parts else ""
 
 
 def sweep_dead_sessions(limit: float = 10.0) -> Swept:
@@ -121,7 +121,7 @@ def sweep_dead_sessions(limit: float = 10.0) -> Swept:
             return _sweep_leases(Swept())
         with dead.alone(root, deadline) as alone:
             if not alone:
-                return Swept(problems=("another session is still sweeping up after dead ones",))
+                return Swept(problems=("Another session is still sweeping up after dead ones",))
             sessions, todo = dead.look(root)
             leftovers = [found for session in todo for found in _leftovers(session)]
             swept = free(leftovers, limit=max(0.1, deadline - time.monotonic()))
@@ -132,7 +132,7 @@ def sweep_dead_sessions(limit: float = 10.0) -> Swept:
             removed = dead.remove(sessions, deadline)
         return _sweep_leases(replace(swept, removed=removed))
     except Exception as error:  # whatever it is: a sweep must not cost anybody a test
-        return Swept(problems=(f"sweeping up after dead sessions failed ({type(error).__name__}: {error})",))
+        return Swept(problems=(f"Sweeping up after dead sessions failed ({type(error).__name__}: {error})",))
 
 
 def find_leftovers(root: Path, *, strays: bool = False, limit: float = 10.0) -> list[Leftover]:
@@ -185,7 +185,7 @@ def free(leftovers: Sequence[Leftover], *, grace: float = 0.0, limit: float = 10
             *(f"/dev/shm/{name} (no supervisor noted whose it is)" for name in sorted(unknown)),
         ),
         waiting=waiting,
-        problems=() if complete else ("sweeping up after dead sessions was not done within its limit",),
+        problems=() if complete else ("Sweeping up after dead sessions was not done within its limit",),
     )
 
 

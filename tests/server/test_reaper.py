@@ -133,7 +133,7 @@ def test_what_a_killed_supervisor_and_owner_left(own: Any, tagged: Any, wait_for
         assert tagged.alive(*decoys) == {}
         assert not (SHM / shm).exists()
         assert sorted(tagged.alive()) == sorted(decoys)
-    assert "ended" in swept.text
+    assert "Ended" in swept.text
     assert shm in swept.text
     assert (directory / "server.log").exists(), "recent logs stay"
 
@@ -341,7 +341,7 @@ def test_one_sweep_at_a_time(state: Path) -> None:
         begin = time.monotonic()
         swept = reaper.sweep_dead_sessions(0.3)
         assert 0.2 < time.monotonic() - begin < 10
-        assert "another session" in swept.text
+        assert "Another session" in swept.text
     assert reaper.sweep_dead_sessions().problems == ()
 
 
@@ -394,3 +394,24 @@ def test_files_are_noted_at_once(own: Any, tagged: Any, wait_for: Wait, shm: str
         finally:
             (SHM / name).unlink(missing_ok=True)
     assert min(taken) < 0.45, taken
+
+
+def test_the_first_server_of_a_session_sweeps(own: Any, tagged: Any, state: Path, tmp_path: Path) -> None:
+    owner, directory = own("ignore-term", "escape")
+    kill(directory, owner)
+    assert "escaped" in tagged.alive().values()
+    (tmp_path / "tox.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(
+        "import pytest\n"
+        "def test_without(): pass\n"
+        "@pytest.mark.gpuserve(engine='sim', tp=1)\n"
+        "def test_with(server): pass\n"
+    )
+    words = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:xdist", "-p", "no:cacheprovider"]
+    run = {"cwd": tmp_path, "capture_output": True, "text": True, "timeout": 120, "check": False}
+    assert subprocess.run([*words, "-k", "without"], **run).returncode == 0
+    assert "escaped" in tagged.alive().values(), "no server, no sweep"
+    done = subprocess.run(words, **run)
+    assert done.returncode == 0, done.stdout
+    assert tagged.alive() == {}
+    assert "Ended what dead sessions left: pid" in done.stdout
