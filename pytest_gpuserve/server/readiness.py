@@ -229,7 +229,7 @@ class _Wait:
         events = self._w.control.events(self._seen)
         first = next((event for event in events if event.kind in ("fired", "exited", "killing")), None)
         if first and first.kind == "fired":
-            self._budget_over()
+            self._ended_by_alarm(str(first.data.get("name")))
         elif first and first.kind == "exited":
             what = exit_text(int(first.data["code"]))
             if first.data["code"] == 0 and processes(self._record):
@@ -241,13 +241,13 @@ class _Wait:
         elif not alive:
             raise self._error(lost_supervisor(self._record, self._w.control), "infra")
 
-    def _budget_over(self) -> None:
-        """The start-up budget is over: the incident says what is wrong."""
+    def _ended_by_alarm(self, alarm: str) -> None:
+        """The start-up budget is over, or the watcher saw no progress: the incident says what is wrong."""
         control, record = self._w.control, self._record
         settle(control, self._seen, self._w.incident_limit)
         if any(event.kind == "spared" for event in control.events(self._seen)):
             self._seen = len(control.events())
-            self._tell("the start-up budget is over; the server is spared")
+            self._tell("it was looked at and spared")
             self._w.rearm()
             return
         verdict, directory = "hang", None
@@ -255,7 +255,9 @@ class _Wait:
         if found := incidents(record.directory):
             verdict, directory = str(found[-1].get("verdict") or "hang"), found[-1].get("incident")
             text = str(found[-1].get("text") or text) + (f"\nEvidence: {directory}" if directory else "")
-        what = f"was not ready within its start-up budget of {self._w.budget:g} s (startup_timeout)"
+        what = "was ended" if alarm == "session_deadline" else "stopped making progress"
+        if alarm == "startup_budget":
+            what = f"was not ready within its start-up budget of {self._w.budget:g} s (startup_timeout)"
         raise self._error(what, verdict, text, directory)
 
     def _error(self, what: str, verdict: str, text: str = "", incident: str | None = None) -> ServerStartError:
