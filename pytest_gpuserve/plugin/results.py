@@ -86,6 +86,8 @@ def _reason(report: pytest.TestReport) -> str:
 def _error(report: pytest.TestReport) -> str | None:
     crash = getattr(report.longrepr, "reprcrash", None)
     head = str(crash.message).splitlines()[0] if crash is not None and crash.message else ""
+    if head.startswith("assert "):
+        return "AssertionError"
     name = head.partition(":")[0].strip()
     return name.rpartition(".")[2] if name and " " not in name else None
 

@@ -1,0 +1,190 @@
+"""``gpuserve judge``: real pytest runs, real exit codes."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from inspect import cleandoc
+from pathlib import Path
+
+import pytest
+
+from pytest_gpuserve.cli.judge import read_signature
+from pytest_gpuserve.errors import GpuserveError
+from pytest_gpuserve.isolation.signature import Signature
+
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider"]
+
+
+class Place:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        (path / "pytest.ini").write_text("[pytest]\n")
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("GPUSERVE")}
+        (self.path / "state").mkdir(mode=0o700, exist_ok=True)
+        return {**kept, "GPUSERVE_STATE": str(self.path / "state"), "XDG_CACHE_HOME": str(self.path / "cache")}
+
+    def start(self, text: str, *options: str, pytest: list[str] | None = None) -> subprocess.Popen[str]:
+        (self.path / "test_it.py").write_text(cleandoc(text) + "\n")
+        return subprocess.Popen(
+            [sys.executable, "-m", "pytest_gpuserve.cli", "judge", *options, "--", *(pytest or PYTEST)],
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+            cwd=self.path,
+            env=self.environment,
+        )
+
+    def judge(self, text: str, *options: str, pytest: list[str] | None = None) -> tuple[int, str]:
+        process = self.start(text, *options, pytest=pytest)
+        out, _ = process.communicate(timeout=120)
+        print(out)
+        return process.returncode, out
+
+    @property
+    def log(self) -> list[str]:
+        return (self.path / "bisect.log").read_text().splitlines()
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+OURS = """
+import pytest
+@pytest.mark.gpuserve(engine="sim")
+def test_it(server): pass
+"""
+WRONG_GPU = """
+import pytest
+@pytest.mark.sm120
+@pytest.mark.gpuserve(engine="sglang", model="m", tp=64)
+def test_it(server): pass
+"""
+
+
+@pytest.mark.parametrize(
+    ("text", "arguments", "code", "said"),
+    [
+        ("def test_it(): pass", [], 0, "GOOD (0): 1 passed"),
+        ("def test_it(): assert 1 == 2", [], 1, "BAD (1): test_it.py::test_it: test (AssertionError) assert 1 == 2"),
+        ("import pytest\ndef test_it(): pytest.skip('x')", [], 125, "all 1 were skipped"),
+        ("def test_it(): pass\ndef test_b(): assert 0", ["-k", "nothing"], 125, "no test was selected"),
+        ("def test_it(: pass", [], 125, "exit code 2 (interrupted)"),
+        ("def test_it(): pass", ["--no-such-option"], 125, "exit code 4 (wrong usage)"),
+        ("import os, signal\ndef test_it(): os.kill(os.getpid(), signal.SIGKILL)", [], 125, "killed by signal 9"),
+        ("import os\ndef test_it(): os._exit(0)", [], 125, "no test was selected"),
+        ("def test_it(): pass", ["-p", "no:gpuserve"], 128, "did not report any test"),
+        (OURS, ["--gpuserve=skip"], 125, "was skipped by us"),
+        (WRONG_GPU, [], 128, "this machine cannot test it"),
+        ("def test_it(): pass", ["-n", "1"], 0, "GOOD"),
+        (OURS, ["--gpuserve=skip", "-n", "1"], 125, "was skipped by us"),
+    ],
+)
+def test_exit_codes(place: Place, text: str, arguments: list[str], code: int, said: str) -> None:
+    found, out = place.judge(text, pytest=[*PYTEST, *arguments])
+    assert (found, said in out) == (code, True)
+    assert len(place.log) == 1
+    assert f"\t{code}\t" in place.log[0]
+
+
+def test_a_hang_is_told_from_other_failures(place: Place) -> None:
+    text = """
+    import pytest
+    @pytest.mark.gpuserve(engine="sim", tp=2, args={"fault": "FAULT", "shards": 1})
+    def test_it(server): assert server.get("/health").ok
+    """
+    arguments = [*PYTEST, "--gpuserve-stall-timeout=5"]
+    code, _ = place.judge(
+        text.replace("FAULT", "sleep@cuda_graph:rank=1"), "--save-signature", "sought.json", pytest=arguments
+    )
+    assert code == 1
+    saved = json.loads((place.path / "sought.json").read_text())
+    assert (saved["verdict"], saved["phase"]) == ("hang", "cuda_graph")
+    code, out = place.judge(text.replace("FAULT", "exit@weight_load:code=3"), "--signature", "last", pytest=arguments)
+    assert (code, "another failure" in out) == (125, True)
+
+
+def test_the_build(place: Place) -> None:
+    code, out = place.judge("def test_it(): pass", "--build", f"{sys.executable} -c 'raise SystemExit(7)'")
+    assert (code, "the build failed with exit code 7" in out) == (125, True)
+    code, out = place.judge("def test_it(): pass", "--build", "./no-such-build")
+    assert (code, "cannot be run" in out) == (125, True)
+
+
+def test_flaky_runs_are_repeated(place: Place) -> None:
+    text = """
+    from pathlib import Path
+    def test_it():
+        path = Path("count")
+        path.write_text(str(int(path.read_text() if path.exists() else 0) + 1))
+        assert path.read_text() != "LIMIT"
+    """
+    code, out = place.judge(text.replace("LIMIT", "3"), "--repro-rate", "0.8", "--confidence", "0.99")
+    assert (code, (place.path / "count").read_text()) == (1, "3"), "the third of three runs failed"
+    (place.path / "count").unlink()
+    code, out = place.judge(text.replace("LIMIT", "9"), "--repro-rate", "0.8", "--confidence", "0.99")
+    assert (code, (place.path / "count").read_text()) == (0, "3")
+    assert "good with confidence 99.21% at a repro rate of 0.8" in out
+
+
+@pytest.mark.parametrize(
+    ("options", "command"),
+    [
+        (["--repeat", "x"], PYTEST),
+        (["--repeat", "0"], PYTEST),
+        (["--repro-rate", "2"], PYTEST),
+        (["--signature", "/no/such/incident"], PYTEST),
+        (["--signature", "last"], PYTEST),
+        ([], ["make", "test"]),
+    ],
+)
+def test_a_mistake_never_reads_as_bad(place: Place, options: list[str], command: list[str]) -> None:
+    code, out = place.judge("def test_it(): pass", *options, pytest=command)
+    assert code == 128
+    assert "Traceback" not in out
+
+
+def test_each_commit_has_kernel_caches_of_its_own(place: Place) -> None:
+    for words in (["init", "-q"], ["commit", "-q", "--allow-empty", "-m", "one"]):
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+        subprocess.run(["git", *identity, *words], cwd=place.path, check=True)
+    head = subprocess.run(["git", "rev-parse", "HEAD"], cwd=place.path, check=True, capture_output=True, text=True)
+    text = f"import os\ndef test_it(): assert '{head.stdout.strip()}' in os.environ['TRITON_CACHE_DIR']"
+    assert place.judge(text)[0] == 0
+    assert place.judge(text, "--shared-caches")[0] == 1
+    assert head.stdout.strip() in place.log[0]
+
+
+def test_interrupted(place: Place) -> None:
+    text = "import time\ndef test_it():\n    open('running', 'w').close()\n    time.sleep(100)"
+    process = place.start(text)
+    try:
+        deadline = time.monotonic() + 60
+        while not (place.path / "running").exists():
+            assert process.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "interrupted" in out
+
+
+def test_signatures_are_read_from_incidents(tmp_path: Path) -> None:
+    (tmp_path / "incident.json").write_text('{"verdict": "hang", "phase": "serving", "classes": []}')
+    assert read_signature(str(tmp_path)) == Signature("hang", "serving")
+    (tmp_path / "incident.json").write_text("[]")
+    with pytest.raises(GpuserveError, match="holds no failure"):
+        read_signature(str(tmp_path / "incident.json"))
