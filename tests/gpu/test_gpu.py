@@ -132,7 +132,7 @@ def test_unkillable_helper_is_left_alone_and_named(nvml: Any, monkeypatch: pytes
     monkeypatch.setattr(subprocess.Popen, "kill", stop)
     sampler.sample(0.3)
     stuck = sampler._stuck
-    assert stuck is not None
+    assert stuck is not None, "still there half a second after it was to be killed"
     try:
         begin = time.monotonic()
         reading = sampler.sample(5.0)
@@ -149,7 +149,7 @@ def test_helper_does_not_outlive_a_killed_parent(nvml: Any) -> None:
     nvml.set(wedge_0=1)
     code = (
         "from pytest_gpuserve.gpu import Sampler; import time\n"
-        "s = Sampler(); s.sample(0.5); print(s._process.pid, flush=True); time.sleep(600)"
+        "s = Sampler()\nwhile s._process is None: s.sample(4)\nprint(s._process.pid, flush=True); time.sleep(600)"
     )
     parent = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
     assert parent.stdout is not None
