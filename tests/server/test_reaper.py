@@ -159,7 +159,9 @@ def test_a_live_supervisor_ends_its_server_itself(own: Any, tagged: Any, state: 
         owner.wait()
         # also when the owner died before it could note its supervisor: that one listens
         record = json.loads((directory / "server.json").read_text())
-        for known in (record["supervisor"], None):
+        for known in (None, record["supervisor"]):
+            if known:
+                (directory / "supervisor.sock").unlink()
             (directory / "server.json").write_text(json.dumps({**record, "supervisor": known}))
             swept = reaper.sweep_dead_sessions()
             assert (len(swept.waiting), swept.ended, swept.text) == (1, (), "")
@@ -206,7 +208,11 @@ def test_what_is_not_proved_to_be_ours(
     elif broken == "cookie of another":
         record = json.loads((directory / "server.json").read_text())
         start = procfs.process_id(os.getpid()).start
-        (directory / "server.json").write_text(json.dumps({**record, "cookie": f"{os.getpid()}:{start}:{'0' * 32}"}))
+        cookie = f"{os.getpid()}:{start}:{'0' * 32}"
+        (directory / "server.json").write_text(json.dumps({**record, "cookie": cookie}))
+        with decoy(GPUSERVE_COOKIE=cookie) as served:
+            assert reaper.sweep_dead_sessions(30.0).ended == ()
+            assert served.poll() is None
     elif broken == "link":
         session.rename(tmp_path / "elsewhere")
         session.symlink_to(tmp_path / "elsewhere")
@@ -257,6 +263,7 @@ def test_files_that_somebody_holds_stay_and_are_tried_again(
     with open(SHM / shm, "rb"):
         kill(directory, owner)
         assert tagged.gone_within(20.0) is not None
+        os.utime(directory / "server.json", (time.time() - 3600,) * 2)  # nothing can come up any more
         swept = reaper.sweep_dead_sessions(30.0)
         assert f"process {os.getpid()} holds it" in swept.kept[0]
         assert (SHM / shm).exists()
