@@ -115,8 +115,8 @@ class Case:
 
     @cached_property
     def groups(self) -> tuple[tuple[RankClass, ...], ...]:
-        """The ranks' classes, one tuple a role and parallel group; stopped and dead ranks are left out."""
-        labels = {m.label for m in self.ranks if not m.condition}
+        """The ranks' classes, one tuple a role and parallel group. Rules for dead and stopped ranks come first."""
+        labels = {m.label for m in self.ranks}
         found: dict[tuple[str, str], list[RankClass]] = {}
         for entry in self.merged.classes:
             if set(entry.ranks) <= labels:

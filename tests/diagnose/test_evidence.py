@@ -72,6 +72,8 @@ def test_ras_lag_counts_only_when_it_stands_still():
     assert seen.ranks == ("TP7",)
     later = ras.parse(LAG.replace("64", "70").replace("operation 60", "operation 66"))
     assert ras.witnesses(report, later, {77: "TP7"}) == ()
+    catching_up = ras.parse(LAG.replace("operation 60", "operation 62"))
+    assert ras.witnesses(report, catching_up, {77: "TP7"}) == ()
 
 
 def test_ras_lists_of_outliers_belong_to_the_count_above():
@@ -208,26 +210,29 @@ def test_different_collectives_of_one_number_are_a_desync():
 
 
 class Attack:
+    """Unpickled carelessly, it leaves a file."""
+
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
     def __reduce__(self):
-        return os.system, ("touch /tmp/never",)
+        return os.system, (f"touch {self.mark}",)
 
 
-@pytest.mark.parametrize(
-    "raw",
-    [
-        pickle.dumps({"entries": [Attack()]}),
-        pickle.dumps({"entries": [], "x": Path("x")}),
-        pickle.dumps([1, 2]),
-        pickle.dumps({"entries": [{}]}),
-        b"",
-        b"\x80\x02}q",
-        b"not a pickle at all",
-    ],
-)
-def test_a_file_that_is_no_plain_record_is_refused(raw):
+@pytest.mark.parametrize("what", ["call", "class", "list", "shape", "empty", "torn", "text"])
+def test_a_file_that_is_no_plain_record_is_refused(what, tmp_path):
+    raw = {
+        "call": pickle.dumps({"entries": [Attack(tmp_path / "mark")]}),
+        "class": pickle.dumps({"entries": [], "x": Path("x")}),
+        "list": pickle.dumps([1, 2]),
+        "shape": pickle.dumps({"entries": [{}]}),
+        "empty": b"",
+        "torn": b"\x80\x02}q",
+        "text": b"not a pickle at all",
+    }[what]
     with pytest.raises(ValueError, match="not a flight record"):
         flight.read(raw)
-    assert not Path("/tmp/never").exists()
+    assert not (tmp_path / "mark").exists()
 
 
 def fr_environment(tmp_path):

@@ -92,6 +92,7 @@ def test_a_stopped_rank_is_a_class_of_its_own_in_the_same_place(dumps):
 def test_a_stop_must_last_over_all_rounds(dumps):
     first, second = (dumps.dump(0, dumps.COLLECTIVE, state=state, pid=7) for state in "TS")
     assert merge([[first], [second]]).members[0].condition == ""
+    assert merge([[second], [first]]).members[0].condition == ""
     assert merge([[first], [first]]).members[0].condition == "stopped"
 
 
@@ -136,7 +137,7 @@ def test_a_pasted_stack_that_lost_its_outer_frames_is_in_the_same_place(dumps):
 
 def test_the_place_seen_most_often_counts(dumps):
     """A sample in the middle of a step does not make an outlier."""
-    rounds = [[dumps.dump(0, text, pid=7)] for text in (dumps.COLLECTIVE, dumps.ELSEWHERE, dumps.COLLECTIVE)]
+    rounds = [[dumps.dump(0, text, pid=7)] for text in (dumps.COLLECTIVE, dumps.COLLECTIVE, dumps.ELSEWHERE)]
     merged = merge(rounds)
     assert merged.classes[0].signature == "c10d-collective"
     assert merged.moving == ("TP0",)
@@ -167,7 +168,8 @@ def test_rates_are_measured_between_the_first_and_the_last_round(dumps):
     assert member.cpu == pytest.approx(1.0)
     assert member.read == pytest.approx(2e6)
     assert merge([[a]]).members[0].cpu is None
-    assert merge([[a], [dumps.dump(0, dumps.ELSEWHERE, pid=7, taken=10.1)]]).members[0].cpu is None
+    soon = dumps.dump(0, dumps.ELSEWHERE, pid=7, taken=10.1, cpu_seconds=5.1)
+    assert merge([[a], [soon]]).members[0].cpu is None, "too short to say"
 
 
 # --- threads
@@ -265,6 +267,15 @@ def test_rounds_of_an_idle_server_are_one_class(dumps):
     merged = merge(dumps.rounds("idle"))
     (ranks,) = [c for c in merged.classes if c.role == "scheduler"]
     assert (ranks.ranks, ranks.kind, ranks.moving) == (("TP0", "TP1"), "idle", True)
+
+
+def test_the_steps_of_an_idle_loop_are_one_place(dumps):
+    loop = "event_loop_overlap sglang/srt/managers/scheduler.py:1 | run eng/x.py:1"
+    asks = f"broadcast_pyobj a/common.py:1 | recv_requests a/s.py:1 | {loop}"
+    asks = f"broadcast torch/distributed/distributed_c10d.py:1 | {asks}"
+    checks = f"_check_req_pool a/checker.py:1 | on_idle a/checker.py:2 | {loop}"
+    (only,) = merge([dumps.ranks({0: asks, 1: checks})]).classes
+    assert only.kind == "idle"
 
 
 def test_rounds_of_a_hung_start(dumps):

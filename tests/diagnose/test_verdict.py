@@ -91,6 +91,11 @@ def test_a_waiting_rank_is_a_victim(dumps):
     assert "desync" in found.text
 
 
+def test_a_lone_waiter_beside_two_other_places_names_nobody(dumps):
+    odd = {"r0": dumps.COLLECTIVE, "r1": "f eng/y.py:2 | g eng/z.py:3"}
+    assert hung(dumps.same(8, dumps.ELSEWHERE, **odd)).culprits == ()
+
+
 def test_half_and_half_names_those_who_do_not_wait(dumps):
     odd = {"r2": dumps.ELSEWHERE, "r3": dumps.ELSEWHERE}
     assert hung(dumps.same(4, dumps.COLLECTIVE, **odd)).culprits == ("TP2", "TP3")
@@ -235,6 +240,12 @@ def test_a_stopped_rank_outranks_the_stacks_also_at_tp_2(dumps):
     assert found.confidence > 0.9
 
 
+def test_a_stopped_rank_is_a_hang_though_others_still_work(dumps):
+    busy = dumps.dump("compiler", None, title="ptxas", cpu_seconds=1.0)
+    found = judge(Evidence(rounds=[[dumps.dump(0, dumps.COLLECTIVE), dumps.dump(1, dumps.ELSEWHERE, state="T"), busy]]))
+    assert (found.verdict, found.culprits) == ("hang", ("TP1",))
+
+
 def test_a_stopped_front_end_is_named(dumps):
     members = [*dumps.same(2, dumps.IDLE_WORKER), dumps.dump("api", "f eng/x.py:1", state="T")]
     assert hung(members).culprits == ("api",)
@@ -260,6 +271,11 @@ def test_two_ranks_have_no_majority(dumps):
     found = hung(dumps.ranks({0: dumps.COLLECTIVE, 1: dumps.ELSEWHERE}))
     assert (found.verdict, found.culprits) == ("hang", ())
     assert "undecided" in found.text
+
+
+def test_two_ranks_in_different_collectives_are_a_desync(dumps):
+    found = hung(dumps.ranks({0: dumps.COLLECTIVE, 1: dumps.IDLE_WORKER}))
+    assert "desync" in found.text
 
 
 def test_two_ranks_and_a_known_cause(dumps):
@@ -552,6 +568,7 @@ def test_a_draft_frame_involves_the_drafter(dumps):
     text = "draft eng/eagle_worker.py:397 | step eng/r.py:1"
     found = hung(dumps.same(4, text), axes={"spec_decode": "eagle3"})
     assert "EAGLE-3 is involved: draft is in the stack of TP0." in found.text
+    assert not any(what == "EAGLE-3" for what, _ in found.ruled_out)
     assert "EAGLE-3" not in hung(dumps.same(4, text), axes={"spec_decode": "base"}).text
 
 

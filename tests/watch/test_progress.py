@@ -283,6 +283,7 @@ def test_one_stopped_rank_is_no_pause():
     watch = monitor()
     readings = [watch.feed(sample(float(n), process(1), process(2, state="T"))) for n in range(25)]
     assert readings[-1].state == "hung"
+    assert "paused" not in {r.state for r in readings}
 
 
 def test_a_watcher_that_did_not_run_saw_nothing():
