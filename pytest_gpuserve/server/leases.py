@@ -221,7 +221,8 @@ def _try(root: Path, ticket: Path, count: int, pool: GpuPool, usable: set[str], 
             body = {"devices": [d.to_json() for d in chosen], "label": label, "count": count}
             files.sweep(root)
             entry, entry_fd = files.announce(root, "lease", body)
-            return Lease(chosen, (), [*(held.pop(device.name) for device in chosen), entry_fd], entry)
+            # the note is let go of first: nobody else may seem to hold a GPU while it still says that we do
+            return Lease(chosen, (), [entry_fd, *(held.pop(device.name) for device in chosen)], entry)
         finally:
             for fd in held.values():
                 os.close(fd)
