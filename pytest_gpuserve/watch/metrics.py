@@ -35,8 +35,6 @@ def read_counters(text: bytes) -> Counters:
     tokens: float | None = None
     running: float | None = None
     for name, raw in _SERIES.findall(text):
-        if name.endswith(b"_created"):
-            continue
         if _TOKENS.fullmatch(name):
             tokens = (tokens or 0.0) + _number(raw)
         elif _RUNNING.fullmatch(name):
