@@ -21,7 +21,7 @@ class Command:
     name = "command"
     uses_gpus = False
     axes: Mapping[str, Sequence[str]] = {}
-    grammar = LogGrammar(rank=_NEVER, rules=())
+    grammar = LogGrammar(rank=_NEVER, rules=(), anchors=(_NEVER,))  # no line of its log needs a look
 
     def launch(self, spec: ServerSpec, *, host: str, port: int, python: str) -> Launch:
         """The template, filled in. ``args`` are appended as flags.

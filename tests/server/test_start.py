@@ -40,9 +40,17 @@ def incident_of(text: str, code: int, verdict: str = "hang") -> Callable[[Path, 
     return command
 
 
-def test_ready(serve: Any, tagged: Any) -> None:
+def test_ready(serve: Any, state: Path) -> None:
     said: list[str] = []
-    server = serve(progress=said.append)
+    early: list[bool] = []
+
+    def tell(text: str) -> None:
+        said.append(text)
+        early.extend(ready.exists() for ready in state.glob("sessions/*/*/ready"))
+
+    server = serve(progress=tell)
+    assert (server.directory / "ready").exists(), "what tells the watcher that the start-up is over"
+    assert not early
     assert server.get("/health").text == "ok"
     assert server.url == f"http://127.0.0.1:{server.port}"
     assert said[0] == f"port {server.port} is open"
