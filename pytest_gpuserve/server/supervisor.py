@@ -158,7 +158,7 @@ class Supervisor:
         """Look soon: whoever makes a file may be killed next, and we too, and then it must be known whose it was."""
         with suppress(OSError):
             os.read(fd, 65536)
-        self.next_look = min(self.next_look, time.monotonic() + 0.1)
+        self.next_look = min(self.next_look, time.monotonic() + 0.01)
 
     def collect(self) -> None:
         """Reap the server, alarms, tree.py, and the orphans of the server, which become our children."""
