@@ -96,7 +96,8 @@ def test_a_tree_is_its_first_process_and_its_descendants(run, tree):
 
 
 def test_counters_grow(run, tree):
-    process = run("print('ready',flush=True)\nwhile True: bytearray(1 << 22)")
+    code = "import mmap\nprint('ready',flush=True)\nwhile True:\n m=mmap.mmap(-1,1<<20);m.write(bytes(1<<20));m.close()"
+    process = run(code)
     watch = tree(process)
     (first,) = watch.sample().values()
     later = until(lambda: (s := next(iter(watch.sample().values()))) and s.cpu > first.cpu + 0.1 and s)
