@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import re
 import subprocess
 import time
@@ -117,6 +118,7 @@ class Server:
         self._dump_limit = dump_limit
         self._incident = incident
         self._session: requests.Session | None = None
+        self._session_pid = 0
         self._stopped = False
         self._spared_at = float("-inf")
         self._requests = Requests(record.directory)
@@ -145,8 +147,8 @@ class Server:
         """
         import requests
 
-        if self._session is None:
-            self._session = requests.Session()
+        if self._session is None or self._session_pid != os.getpid():  # a fork must not share its parent's connections
+            self._session, self._session_pid = requests.Session(), os.getpid()
             self._session.trust_env = False
         options.setdefault("timeout", TIMEOUT)
         since = len(self.control.events())
@@ -308,8 +310,8 @@ class Server:
     def stop(self, grace: float | None = None) -> None:
         """End the server: SIGTERM, SIGKILL after ``grace`` seconds (half a second when its first process has ended by
         itself: the workers of a dead vLLM obey nothing). Returns when nothing of it is left, or what would not die is
-        in :attr:`left`. May be called again."""
-        if self._stopped:
+        in :attr:`left`. May be called again. A child that a test forked ends nothing: the server is its parent's."""
+        if self._stopped or os.getpid() != self.record.owner.pid:
             return
         grace = self._grace if grace is None else grace
         if self.exit_code() is not None:

@@ -55,6 +55,34 @@ def test_requests(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.request("GET", "/nothing").status_code == 404
 
 
+def test_a_fork_has_connections_of_its_own_and_ends_nothing(serve: Any) -> None:
+    server = serve()
+    server.get("/health")
+    ports = read_ports(server)
+    if (pid := os.fork()) == 0:
+        code = 9
+        try:
+            assert server.get("/health").text == "ok"
+            code = 2 if read_ports(server) & ports else 3
+            server.stop()
+            code = 0 if code == 3 else code
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1]) == 0
+    assert server.get("/health").text == "ok"
+    assert not server.control.status()["stopping"]
+
+
+def read_ports(server: Any) -> set[int]:
+    """Local ports of the connections that the next request may use."""
+    found = set()
+    for pool in server._session.get_adapter(server.url).poolmanager.pools._container.values():
+        for connection in pool.pool.queue:
+            if connection is not None and connection.sock is not None:
+                found.add(connection.sock.getsockname()[1])
+    return found
+
+
 def test_a_server_ended_by_an_alarm_was_hung(serve: Any, incidents: Incidents, tagged: Any) -> None:
     server = serve("escape", incident=incidents)
     server.control.arm("test_timeout", time.monotonic() + 0.5, incidents(server.directory, "test_timeout"), 20)
