@@ -7,8 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Final
 
-_LENGTH: Final = re.compile(rb"accept len: ([\d.]+)")
-_RATE: Final = re.compile(rb"accept rate: ([\d.]+)")
+_STEP: Final = re.compile(rb"accept len: ([\d.]+)(?:, accept rate: ([\d.]+))?")
 _MEAN: Final = re.compile(rb"[Mm]ean acceptance length: ([\d.]+)")
 _WINDOW: Final = re.compile(rb"Accepted: (\d+) tokens, Drafted: (\d+) tokens")
 _TOTAL: Final = re.compile(
@@ -34,14 +33,16 @@ class Figures:
 
     def feed(self, line: bytes) -> None:
         """Take the figures out of one line."""
-        before = self.lengths + self.rates + self.drafted + self.drafts + self.accepted
-        if found := _LENGTH.search(line):
+        if found := _STEP.search(line):
+            self.lines += 1
             self.lengths += 1
             self.length_sum += float(found[1])
-            if rate := _RATE.search(line):
+            if found[2]:
                 self.rates += 1
-                self.rate_sum += float(rate[1])
-        elif found := _MEAN.search(line):
+                self.rate_sum += float(found[2])
+            return
+        before = self.lengths + self.drafted + self.drafts + self.accepted
+        if found := _MEAN.search(line):
             window = _WINDOW.search(line)
             accepted, drafted = (float(window[1]), float(window[2])) if window else (0.0, 0.0)
             self.accepted += accepted
@@ -53,7 +54,7 @@ class Figures:
             for name, value in _TOTAL.findall(line):
                 field = {b"drafts": "drafts", b"draft_tokens": "drafted", b"accepted_tokens": "accepted"}[name]
                 setattr(self, field, max(getattr(self, field), float(value)))
-        self.lines += self.lengths + self.rates + self.drafted + self.drafts + self.accepted != before
+        self.lines += self.lengths + self.drafted + self.drafts + self.accepted != before
 
     @property
     def length(self) -> float | None:

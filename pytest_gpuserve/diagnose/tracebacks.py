@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import re
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Final, Literal
 
-from .triage_lines import Line
+from .triage_lines import Line, clock
 
 HEADER: Final = re.compile(r"(?:^|[\s:>])Traceback \(most recent call last\):?")
 _FRAME = re.compile(r"""^\s*File ["“](?P<file>[^"”]+)["”], line \d+(?:, in (?P<function>.+))?""")
@@ -21,7 +21,11 @@ _GROUP = re.compile(r"^\s*(?:[|+][-+| \d]*)(?= |$|Exception)")
 _DIRECT = "The above exception was the direct cause of the following exception"
 _DURING = "During handling of the above exception, another exception occurred"
 _PATIENCE = 40
-"""Lines of other things between two lines of one traceback."""
+"""Lines of other things between two lines of one traceback that the same process wrote."""
+_ABANDONED = 2000
+"""Lines after the last one of a traceback by which it was cut off."""
+_LINKS = 50
+"""Exceptions of one chain that are kept together."""
 _LOOKUPS = frozenset(
     {"KeyError", "AttributeError", "IndexError", "StopIteration", "Empty", "Full", "CancelledError", "LookupError"}
 )
@@ -62,7 +66,7 @@ class Chain:
     Attributes:
         rank, stream: of the process that printed it.
         begin: line number of the first header.
-        level: of the record that carries it ("W": the program itself took it for a warning).
+        level: of the record that carries it ("W": the program itself took it for a warning); time: as written there.
         context: what the record says before the traceback.
     """
 
@@ -71,6 +75,7 @@ class Chain:
     begin: int
     level: str
     context: str
+    time: str | None = None
     raised: list[Raised] = field(default_factory=list)
 
     @property
@@ -85,6 +90,7 @@ class _Open:
     function: str = ""
     frames: int = 0
     foreign: int = 0
+    last: int = 0
     own_prefix: bool = False
 
 
@@ -95,11 +101,12 @@ class Tracebacks:
         self._open: dict[str, _Open] = {}
         self._closed: dict[str, Chain] = {}
         self._linked: dict[str, Chain] = {}
+        self._mute: tuple[str, Chain] | None = None
 
     @property
     def reading(self) -> bool:
         """Whether a traceback is open, so that the next lines must be seen whatever they say."""
-        return bool(self._open)
+        return bool(self._open) or self._mute is not None
 
     def feed(self, line: Line) -> tuple[bool, Chain | None]:
         """Take a line. Returns whether it belongs to a traceback, and the chain that it completes or extends."""
@@ -111,17 +118,26 @@ class Tracebacks:
             if closed := self._closed.get(self._key(line)):
                 self._linked[self._key(line)] = closed
             return True, None
+        if self._mute is not None and text.strip():
+            (stream, chain), self._mute = self._mute, None
+            if stream == line.stream:  # a message that begins on the line after its type
+                last = chain.raised[-1]
+                said = text.strip()
+                chain.raised[-1] = replace(last, message=said, line=f"{last.type}: {said}")
+                return True, chain
         if not self._open:
             return False, None
+        for old in [old for old, found in self._open.items() if line.number - found.last > _ABANDONED]:
+            del self._open[old]
         key = self._reader(line, text)
         return self._continue(key, line, text) if key is not None else (False, None)
 
     def _begin(self, line: Line, context: str) -> None:
         key = line.stream
         chain = self._linked.pop(self._key(line), None)
-        if chain is None:
-            chain = Chain(line.rank, key, line.number, line.level, context)
-        self._open[key] = _Open(chain)
+        if chain is None or len(chain.raised) >= _LINKS:
+            chain = Chain(line.rank, key, line.number, line.level, context, clock(line.raw))
+        self._open[key] = _Open(chain, last=line.number)
 
     def _reader(self, line: Line, text: str) -> str | None:
         """The traceback that a line continues: its own process's, or for a bare line the last one without prefixes."""
@@ -139,6 +155,7 @@ class Tracebacks:
             found.file, found.function = frame["file"], frame["function"] or ""
             found.frames += 1
             found.foreign = 0
+            found.last = line.number
             return True, None
         if not text.strip() or text[0] in " \t" or text.lstrip().startswith(("^", "~")):
             return True, None
@@ -149,6 +166,8 @@ class Tracebacks:
                 Raised(line.number, raised["type"], raised["message"] or "", line.text, found.file, found.function)
             )
             self._closed[key] = self._closed[""] = found.chain
+            if text.rstrip().endswith(":") and not (raised["message"] or "").strip():
+                self._mute = line.stream, found.chain
             return True, found.chain
         found.foreign += 1
         if found.foreign > _PATIENCE:

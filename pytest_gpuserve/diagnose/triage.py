@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ..vocabulary import Phase, Verdict
 from .logfile import LogFile
+from .triage_events import LONGEST_QUOTE
 from .triage_ranks import RankState, absent, behind, ranks_of, remarks, states
 from .triage_reader import Reader
 from .triage_rules import Rules, load
@@ -16,8 +17,6 @@ from .triage_session import Session
 from .triage_verdict import decide, degradations, phase_of
 
 SCHEMA: Final = "gpuserve.triage/1"
-_LINE: Final = 2000
-"""Characters of a line that are kept."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,14 +125,14 @@ def explain(names: Sequence[str], engine: str | None = None) -> Triage:
 
 def _judge(rules: Rules, sessions: Sequence[Session], names: Sequence[str]) -> Triage:
     found = decide(rules, sessions)
-    ranks = ranks_of(sessions)
+    ranks = ranks_of(sessions, names)
     well = found.verdict in ("ready", "degraded")
     missing = () if well else absent(sessions, ranks)
     lagging = () if well else (*behind(sessions, ranks), *missing)
     hints = (*found.hints, *remarks(sessions, ranks, lagging, missing))
     cause = None
     if found.line is not None:
-        cause = Cause(found.line[:_LINE], found.number, found.rank, found.kind, names[found.source])
+        cause = Cause(found.line[:LONGEST_QUOTE], found.number, found.rank, found.kind, names[found.source])
     return Triage(
         engine=next((session.engine for session in sessions if session.engine), None),
         version=next((session.version for session in sessions if session.version), None),
@@ -154,7 +153,7 @@ def _noise(rules: Rules, sessions: Sequence[Session]) -> dict[str, Noise]:
     for session in sessions:
         counts.update(session.benign)
         counts.update(session.heartbeats)
-    known = {rule.name: rule for rule in (*rules.benign, *rules.heartbeats)}
+    known = {rule.name: rule for rule in rules.noise}
     return {name: Noise(count, known[name].text, known[name].since) for name, count in counts.most_common()}
 
 

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable
+from bisect import bisect_right
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Final
 
@@ -12,6 +13,8 @@ from .tracebacks import LOOSE, Chain, Raised
 from .triage_lines import Line
 from .triage_rules import DEPTHS, CauseRule, Rules
 
+LONGEST_QUOTE: Final = 2000
+"""Characters of a line that are kept."""
 _SURVIVED: Final = 3
 """Steps of serving or start-up after a complaint, before anything failed, that show it was none of its causes."""
 _OUTLIVED: Final = 10
@@ -20,6 +23,8 @@ _INSTEAD: Final = re.compile(
     r"\binstead\b|\bfall(?:ing|s)? ?back\b|\b[Dd]isabl|\b[Uu]sing \w+|\b[Ss]kipp|\bavoid\b|\b[Ii]gnor"
 )
 """A line that names an obstacle and the way around it."""
+_NEAR: Final = 200
+"""Lines before a failure in which a bad word without an exception may be its cause."""
 _LAST: Final = 3
 """Lines before the end of a log in which a bad word without an exception may be why it ends."""
 _ENGINE: Final = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
@@ -69,22 +74,36 @@ class Complaint:
         """Speaks of a process that ended."""
         return self.rule is not None and self.rule.fatal
 
+    def of_a_request(self) -> None:
+        """It concerns one request: a cause only where something died and nothing else was complained of."""
+        self.sure = False
+        self.depth = max(self.depth, DEPTHS["notice"])
+
+    @property
+    def outlived(self) -> bool:
+        """What came after it shows that it did not matter."""
+        return self.steps >= (_OUTLIVED if self.deadly else _SURVIVED)
+
     def settle(self, *, forgive: bool = False, end: int | None = None) -> None:
         """No more steps will be counted: it stands, or what followed shows that it did not matter.
 
         ``end`` is the number of the log's last line, when that is why.
         """
         self.last = end is not None and end - self.number <= _LAST
-        self.survived = forgive or self.steps >= (_OUTLIVED if self.deadly else _SURVIVED)
+        self.survived = forgive or self.outlived
 
 
 def from_line(rules: Rules, line: Line, source: int, time: float | None) -> Complaint | None:
     """A complaint from a line outside tracebacks, or None when it is none."""
+    if line.text.startswith("#"):  # a comment, or a prompt of a shell
+        return None
     loose = LOOSE.search(line.text)
     if loose and (loose.start() == 0 or line.error or "xception" in line.text[: loose.start("type")]):
         text = line.text.strip()
         raised = Raised(line.number, loose["type"], loose["message"] or "", text)
-        return from_chain(rules, Chain(line.rank, line.stream, line.number, line.level, "", [raised]), source, time)
+        return from_chain(
+            rules, Chain(line.rank, line.stream, line.number, line.level, "", raised=[raised]), source, time
+        )
     rule = rules.classify(line.text)
     if rule is None and line.error:
         rule = _ERROR_LINE
@@ -93,7 +112,7 @@ def from_line(rules: Rules, line: Line, source: int, time: float | None) -> Comp
     return Complaint(
         source,
         line.number,
-        line.text.strip(),
+        line.text.strip()[:LONGEST_QUOTE],
         line.rank,
         line.stream,
         rule,
@@ -124,7 +143,7 @@ def from_chain(rules: Rules, chain: Chain, source: int, time: float | None) -> C
     return Complaint(
         source,
         raised.number,
-        raised.line.strip(),
+        raised.line.strip()[:LONGEST_QUOTE],
         chain.rank,
         chain.stream,
         rule,
@@ -142,17 +161,26 @@ def choose(complaints: Iterable[Complaint], *, ready: bool) -> Complaint | None:
     """
     standing = [found for found in complaints if not found.survived]
     died = any(found.sure and (found.confirmed or found.deadly) for found in standing)
-    candidates = [found for found in standing if _counts(found, died=died, ready=ready)]
-    return min(candidates, key=_order, default=None)
+    sure = sorted((found.source, found.number) for found in standing if found.sure)
+    candidates = [found for found in standing if _counts(found, sure, died=died, ready=ready)]
+    several = len({found.source for found in candidates}) > 1 and all(found.time for found in candidates)
+    return min(candidates, key=lambda found: _order(found, several), default=None)
 
 
-def _counts(found: Complaint, *, died: bool, ready: bool) -> bool:
+def _counts(found: Complaint, sure: Sequence[tuple[int, int]], *, died: bool, ready: bool) -> bool:
     if died:
-        return found.sure or found.confirmed
+        return found.sure or (found.confirmed and _leads_to(found, sure))
     if ready:
         return found.sure and (found.rank is not None or found.stream.startswith(_ENGINE))
     return found.sure or (found.depth == 0 and found.last and not found.steps)
 
 
-def _order(found: Complaint) -> tuple[int, int, int]:
-    return (found.depth, found.source, found.number)
+def _leads_to(found: Complaint, sure: Sequence[tuple[int, int]]) -> bool:
+    """Whether a bad word stands so close before a failure that it may be why."""
+    after = bisect_right(sure, (found.source, found.number))
+    return after < len(sure) and sure[after] <= (found.source, found.number + _NEAR)
+
+
+def _order(found: Complaint, several: bool) -> tuple[int, float, int, int]:
+    """Nearest to the root first; then the earlier, over several logs by their clocks."""
+    return (found.depth, (found.time or 0.0) if several else 0.0, found.source, found.number)

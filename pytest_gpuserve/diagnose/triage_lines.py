@@ -10,8 +10,10 @@ from typing import Final
 
 from ..engines.base import LogGrammar, Rank
 
-LONGEST = 1 << 16
-"""Bytes of one line that are looked at; the rest of a longer one is passed over."""
+LONGEST: Final = 1 << 16
+"""Bytes of one line that are searched for words and marks; the rest of a longer one is passed over."""
+READ: Final = 1 << 12
+"""Bytes of one record that are read: what a longer one goes on with are settings, token ids or a command line."""
 
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
 GLUED: Final = re.compile(
@@ -33,7 +35,7 @@ _TORCH = re.compile(
 )
 _LEVEL = re.compile(
     r"(?P<level>DEBUG|INFO|WARNING|WARN|ERROR|CRITICAL|FATAL)(?:: +| +(?P<time>\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)? "
-    r"\[?[\w./<>-]+:\d+\] ?)"
+    r"\[?(?P<file>[\w./<>-]+):\d+\] ?)"
 )
 _CLOCK = re.compile(r"\b(?:(?:(\d{4})-)?(\d\d)-(\d\d)[ T])?(\d\d):(\d\d):(\d\d)\b")
 _TAG = re.compile(r"(DP|PP|TP|EP)(\d+)")
@@ -51,6 +53,7 @@ class Line:
         stream: who wrote it, as far as the prefix tells; "" without a prefix.
         rank: label of the rank, or None.
         level: first letter of the level (D I W E C F), or "".
+        file: the source file that a record of vLLM names, or "".
     """
 
     number: int
@@ -59,6 +62,7 @@ class Line:
     stream: str = ""
     rank: str | None = None
     level: str = ""
+    file: str = ""
 
     @property
     def error(self) -> bool:
@@ -81,10 +85,10 @@ def pieces(line: bytes) -> Iterator[bytes]:
 
 def parse(number: int, raw: bytes, grammar: LogGrammar | None = None) -> Line:
     """Take one record apart. ``grammar`` decides which rank wrote it; without one the usual tags do."""
-    text = whole = raw[:LONGEST].decode("utf-8", "replace")
-    if text.startswith('{"log":'):
-        text = _docker(text)
-    stream, rank, level = "", None, ""
+    if raw.startswith(b'{"log":'):
+        raw = _docker(raw)
+    text = whole = raw[:READ].decode("utf-8", "replace")
+    stream, rank, level, file = "", None, "", ""
     if (match := _OUTER.match(text)) and match.end():
         text, level = text[match.end() :], (match["level"] or "")[:1]
     if match := _BRACKET.match(text):
@@ -98,10 +102,10 @@ def parse(number: int, raw: bytes, grammar: LogGrammar | None = None) -> Line:
         if match["rank"]:
             stream, rank = f"rank{match['rank']}", f"TP{match['rank']}"
     if match := _LEVEL.match(text):
-        text, level = text[match.end() :], match["level"][:1]
-    if grammar is not None and (found := rank_of(raw[:LONGEST], grammar)):
+        text, level, file = text[match.end() :], match["level"][:1], match["file"] or ""
+    if grammar is not None and (found := rank_of(raw[:READ], grammar)):
         rank = found
-    return Line(number, text, whole, stream, rank, level)
+    return Line(number, text, whole, stream, rank, level, file)
 
 
 def rank_of(raw: bytes, grammar: LogGrammar) -> str | None:
@@ -135,8 +139,8 @@ def _label(tags: list[tuple[str, str]]) -> str | None:
     return Rank(**numbers).label if numbers else None
 
 
-def _docker(text: str) -> str:
+def _docker(raw: bytes) -> bytes:
     try:
-        return str(json.loads(text)["log"]).rstrip("\n")
-    except (ValueError, KeyError, TypeError):
-        return text
+        return str(json.loads(raw)["log"]).rstrip("\n").encode()
+    except (ValueError, KeyError, TypeError, RecursionError):
+        return raw

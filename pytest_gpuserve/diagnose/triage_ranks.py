@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Final
 
 from ..engines.base import Rank
@@ -25,14 +26,15 @@ class RankState:
     last_time: str | None = None
 
 
-def ranks_of(sessions: Sequence[Session]) -> dict[str, RankPhase]:
-    """Ranks of all logs read together. Where two logs name one rank, the one that is further speaks for it."""
-    found: dict[str, RankPhase] = {}
-    for session in sessions:
-        for label, rank in (session.phases.ranks() if session.phases else {}).items():
-            if label not in found or _reach(rank) > _reach(found[label]):
-                found[label] = rank
-    return found
+def ranks_of(sessions: Sequence[Session], names: Sequence[str]) -> dict[str, RankPhase]:
+    """Ranks of all logs read together. A label that several logs have is told apart by the name of the log."""
+    ranks = [(session.phases.ranks() if session.phases else {}) for session in sessions]
+    often = Counter(label for found in ranks for label in found)
+    return {
+        label if often[label] == 1 else f"{label} of {Path(names[session.source]).name}": rank
+        for session, found in zip(sessions, ranks, strict=True)
+        for label, rank in found.items()
+    }
 
 
 def states(ranks: Mapping[str, RankPhase], missing: Sequence[str]) -> dict[str, RankState]:
@@ -45,8 +47,8 @@ def states(ranks: Mapping[str, RankPhase], missing: Sequence[str]) -> dict[str, 
 
 def absent(sessions: Sequence[Session], ranks: Mapping[str, RankPhase]) -> tuple[str, ...]:
     """Ranks that were asked for and never spoke, where the labels leave no doubt about who that is."""
-    world = max((session.world or 0 for session in sessions), default=0)
-    nodes = max((session.nodes for session in sessions), default=1)
+    world = max((session.shapes.world or 0 for session in sessions), default=0)
+    nodes = max((session.shapes.nodes for session in sessions), default=1)
     every = all(session.marks is not None and session.marks.every_rank for session in sessions)
     if not every or len(sessions) < nodes or not any(rank.last_line for rank in ranks.values()):
         return ()

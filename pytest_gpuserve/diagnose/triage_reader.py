@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import re
 from collections.abc import Iterable, Iterator
 from typing import Final
 
@@ -12,9 +11,9 @@ from ..errors import EngineError
 from .triage_lines import LONGEST, plain
 from .triage_rules import EngineMarks, Rules
 from .triage_session import Session
+from .triage_shapes import VARYING
 
-_DIGITS: Final = b"0123456789"
-_SEARCHED: Final = 16
+_SEARCHED: Final = 4
 """Blocks in which the marks of an engine are looked for."""
 _KEPT: Final = 20
 """Earlier launches in one log that are remembered."""
@@ -30,7 +29,6 @@ class Reader:
         self._forced = engine
         self._blocks = 0
         self._line = 0
-        self._launches = tuple((marks, re.compile(marks.launch.pattern.encode())) for marks in rules.engines)
         self._start(None)
 
     @property
@@ -71,29 +69,35 @@ class Reader:
 
     def _cuts(self, block: bytes) -> list[tuple[int, EngineMarks]]:
         """Where a line stands that an engine prints once a launch."""
-        found = ((match.start(), marks) for marks, launch in self._launches for match in launch.finditer(block))
-        return sorted(((block.rfind(b"\n", 0, at) + 1, marks) for at, marks in found), key=lambda cut: cut[0])
+        found: dict[int, EngineMarks] = {}
+        for marks in self.rules.engines:
+            for text in marks.launch:
+                at = block.find(text)
+                while at >= 0:
+                    found[block.rfind(b"\n", 0, at) + 1] = marks
+                    at = block.find(text, at + 1)
+        return sorted(found.items())
 
     def _part(self, part: bytes, whole: bool) -> None:
         if not part:
             return
         session = self.session
-        if self._blocks <= _SEARCHED:
+        if self._blocks <= _SEARCHED and not (session.recognised and session.version):
             self._recognise(part)
-        if session.phases is not None:
-            session.phases.feed(part, 0.0)
         feed = session.feed
         number = self._line
         lines = part.split(b"\n")
         if not lines[-1]:
             lines.pop()
-        for line, shape in zip(lines, part.translate(None, _DIGITS).split(b"\n"), strict=False):
+        for line, shape in zip(lines, part.translate(None, VARYING).split(b"\n"), strict=False):
             number += 1
             if b"\r" in line:
+                session.bars(number, line)
                 for piece in line.split(b"\r"):
-                    feed(number, piece, piece.translate(None, _DIGITS))
+                    feed(number, piece, piece.translate(None, VARYING))
             else:
                 feed(number, line, shape)
+        session.flush()
         self._line = number if whole else number - 1
 
     def _recognise(self, part: bytes) -> None:
@@ -112,7 +116,8 @@ class Reader:
                 if match := pattern.search(text):
                     session.version = match[1]
                     break
-        session.stack = session.stack or bool(self.rules.stack.search(text))
+        if session.engine is None:
+            session.stack = session.stack or bool(self.rules.stack.search(text))
 
 
 def grammar_of(name: str) -> LogGrammar | None:

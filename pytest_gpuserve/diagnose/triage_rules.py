@@ -4,18 +4,24 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from functools import lru_cache
 from importlib import import_module
 from importlib.resources import files
-from typing import Any, Final, Literal, get_args
+from typing import Any, Final, Literal, TypeVar, get_args
 
 from ..vocabulary import Verdict
+from .literals import Words, required
+
+_Named = TypeVar("_Named", "Rule", "CauseRule")
 
 Depth = Literal["root", "wrapper", "killed", "communication", "native", "peer", "notice", "consequence"]
 """How far a complaint is from its cause: the smaller, the nearer. A peer that lost its connection is a later
 complaint than the rank that died; "see root cause above" is the latest."""
+
+_LEVELS: Final = ("error", "critical", "fatal", "exception", "traceback", "interrupt", "]:[e")
+"""Of these a line holds one that is an exception, or a record at level ERROR or above."""
 
 DEPTHS: Final[Mapping[str, int]] = {name: n for n, name in enumerate(get_args(Depth))}
 
@@ -55,7 +61,7 @@ class EngineMarks:
     name: str
     marks: re.Pattern[str]
     version: tuple[re.Pattern[str], ...]
-    launch: re.Pattern[str]
+    launch: tuple[bytes, ...]
     every_rank: bool
 
 
@@ -80,18 +86,35 @@ class Setting:
         return name in self.types and bool(self.frames.search(file))
 
 
-@dataclass(frozen=True, slots=True)
 class Rules:
-    words: tuple[bytes, ...]
-    engines: tuple[EngineMarks, ...]
-    stack: re.Pattern[str]
-    benign: tuple[Rule, ...]
-    heartbeats: tuple[Rule, ...]
-    signs: tuple[Rule, ...]
-    causes: tuple[CauseRule, ...]
-    fallbacks: tuple[Rule, ...]
-    setting: Setting
-    speculation: Mapping[str, float] = field(default_factory=dict)
+    """All rules, and which of them a line can match at all: most lines hold nothing that any rule needs."""
+
+    def __init__(self, data: Mapping[str, Any]) -> None:
+        setting = data["setting"]
+        self.engines = tuple(_engine(entry) for entry in data["engine"])
+        self.stack = _join(data["stack"]["marks"])
+        self.noise = tuple(_rule(entry) for entry in (*data["heartbeat"], *data["benign"]))
+        self.heartbeats = frozenset(entry["name"] for entry in data["heartbeat"])
+        self.signs = tuple(_rule(entry) for entry in data["sign"])
+        self.causes = tuple(_cause(entry) for entry in data["cause"])
+        self.fallbacks = tuple(_rule(entry) for entry in data["fallback"])
+        self.setting = Setting(
+            types=frozenset(setting["types"]),
+            advice_types=frozenset(setting["advice_types"]),
+            advice=_join(setting["advice"], ignore_case=True),
+            demands=_join(setting["demands"], ignore_case=True),
+            inner=_join(setting["inner"]),
+            frames=_join(setting["frames"]),
+        )
+        self.last_words = tuple(_rule(entry) for entry in data["last_word"])
+        self.speculation: Mapping[str, float] = data["speculation"]
+        self._users = _index(data)
+        self._words = Words(self._users)
+        self.gate = Words(_gate(data))
+        """A line outside tracebacks that any rule matches holds one of these, in lower case."""
+        self._candidates = lru_cache(maxsize=64)(self._names)
+        self.classify = lru_cache(maxsize=1024)(self._classify)
+        self.noise_in = lru_cache(maxsize=1024)(self._noise_in)
 
     def cause(self, name: str) -> CauseRule:
         """The rule of that name; KeyError when there is none."""
@@ -100,36 +123,73 @@ class Rules:
                 return rule
         raise KeyError(name)
 
-    def classify(self, text: str) -> CauseRule | None:
+    def _noise_in(self, text: str) -> Rule | None:
+        """The heartbeat or benign rule that matches."""
+        return self._first(self.noise, text)
+
+    def sign_in(self, text: str) -> Rule | None:
+        """The sign of a stall that matches."""
+        return self._first(self.signs, text)
+
+    def _classify(self, text: str) -> CauseRule | None:
         """The first cause rule that matches ``Type: message`` or a line."""
-        return next((rule for rule in self.causes if rule.pattern.search(text)), None)
+        return self._first(self.causes, text)
+
+    def fallbacks_in(self, text: str) -> tuple[Rule, ...]:
+        """The fallback rules that match."""
+        names = self._candidates(text)
+        return tuple(rule for rule in self.fallbacks if rule.name in names and rule.pattern.search(text))
+
+    def _first(self, rules: Sequence[_Named], text: str) -> _Named | None:
+        names = self._candidates(text)
+        if not names:
+            return None
+        return next((rule for rule in rules if rule.name in names and rule.pattern.search(text)), None)
+
+    def _names(self, text: str) -> set[str]:
+        """Names of the rules that can match."""
+        names: set[str] = set()
+        for word in self._words.all_in(text.lower()):
+            names |= self._users[word]
+        return names
 
 
 @lru_cache(maxsize=1)
 def load() -> Rules:
     """The rules of this installation."""
     toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
-    data = toml.loads(files(__package__).joinpath("triage_rules.toml").read_text(encoding="utf-8"))
-    setting = data["setting"]
-    return Rules(
-        words=tuple(word.encode() for word in data["words"]),
-        engines=tuple(_engine(entry) for entry in data["engine"]),
-        stack=_join(data["stack"]["marks"]),
-        benign=tuple(_rule(entry) for entry in data["benign"]),
-        heartbeats=tuple(_rule(entry) for entry in data["heartbeat"]),
-        signs=tuple(_rule(entry) for entry in data["sign"]),
-        causes=tuple(_cause(entry) for entry in data["cause"]),
-        fallbacks=tuple(_rule(entry) for entry in data["fallback"]),
-        setting=Setting(
-            types=frozenset(setting["types"]),
-            advice_types=frozenset(setting["advice_types"]),
-            advice=_join(setting["advice"], ignore_case=True),
-            demands=_join(setting["demands"], ignore_case=True),
-            inner=_join(setting["inner"]),
-            frames=_join(setting["frames"]),
-        ),
-        speculation=data["speculation"],
-    )
+    return Rules(toml.loads(files(__package__).joinpath("triage_rules.toml").read_text(encoding="utf-8")))
+
+
+def _needs(data: Mapping[str, Any], entries: Iterable[Mapping[str, Any]]) -> dict[str, set[str]]:
+    """Words of which a line must hold one, each with the names of the rules that can match when it does."""
+    users: dict[str, set[str]] = {}
+    for entry in entries:
+        for pattern in entry["patterns"]:
+            texts = required(pattern, data["words"])
+            if not texts:
+                raise ValueError(f"rule {entry['name']}: every match of {pattern!r} must hold some text of 3 letters")
+            for text in texts:
+                word = next((word for word in data["words"] if word in text), text)
+                users.setdefault(word, set()).add(entry["name"])
+    for word in sorted(users, key=len):  # a word that holds another one needs no search of its own
+        for longer in [other for other in users if word in other and word != other]:
+            users[word] |= users.pop(longer)
+    return users
+
+
+def _index(data: Mapping[str, Any]) -> dict[str, set[str]]:
+    return _needs(data, [e for group in ("heartbeat", "benign", "sign", "cause", "fallback") for e in data[group]])
+
+
+def _gate(data: Mapping[str, Any]) -> set[str]:
+    """Causes that count only as an exception or at level ERROR need no words of their own.
+
+    Neither do benign rules: they fold lines that look bad, and the words of ``looks_bad`` are what makes them.
+    """
+    entries = [entry for group in ("heartbeat", "sign", "fallback") for entry in data[group]]
+    entries += [entry for entry in data["cause"] if entry.get("anywhere") or entry.get("fatal")]
+    return {*_needs(data, entries), *_LEVELS, *data["looks_bad"]}
 
 
 def _join(patterns: Sequence[str], *, ignore_case: bool = False) -> re.Pattern[str]:
@@ -170,6 +230,6 @@ def _engine(entry: Mapping[str, Any]) -> EngineMarks:
         name=entry["name"],
         marks=re.compile("|".join(entry["marks"]), re.MULTILINE),
         version=tuple(re.compile(pattern) for pattern in entry["version"]),
-        launch=re.compile(entry["launch"]),
+        launch=tuple(text.encode() for text in entry["launch"]),
         every_rank=entry["every_rank"],
     )

@@ -11,7 +11,7 @@ from ..vocabulary import PHASES, Phase, Verdict
 from ..watch.phases import RankPhase
 from .triage_events import Complaint, choose
 from .triage_lines import Line
-from .triage_rules import DEPTHS, Rules
+from .triage_rules import DEPTHS, Rule, Rules
 from .triage_session import Session
 
 _BUILDS: Final = ("compile", "autotune", "cuda_graph", "draft_cuda_graph", "warmup")
@@ -68,8 +68,9 @@ def decide(rules: Rules, sessions: Sequence[Session]) -> Finding:
     if unfinished := next(filter(None, map(_unfinished, sessions)), None):
         return unfinished
     if any(_started(rules, session) for session in sessions):
-        building = any(_building(session) for session in sessions)
-        return Finding("stalled", hints=(_STALL, _JIT) if building else (_STALL,))
+        words = [rule.text for session in sessions for rule in _last_words(rules, session)]
+        building = any(_building(session) for session in sessions) and not words
+        return Finding("stalled", hints=(_STALL, *dict.fromkeys(words), *([_JIT] if building else [])))
     return Finding("undecided", hints=(_UNKNOWN,))
 
 
@@ -92,7 +93,7 @@ def phase_of(sessions: Sequence[Session], ranks: Mapping[str, RankPhase], found:
     if found.verdict in ("ready", "degraded"):
         server = [session.phases.server.phase for session in sessions if session.phases]
         reached = [phase for phase in server if PHASES.index(phase) >= PHASES.index("ready")]
-        return max(reached, key=PHASES.index, default="serving" if any(s.served for s in sessions) else None)
+        return max(reached, key=PHASES.index, default="serving" if any(s.shapes.served for s in sessions) else None)
     if found.rank is not None and found.rank in ranks:
         return _before_teardown(ranks[found.rank])
     phases = [_before_teardown(rank) for rank in ranks.values()]
@@ -153,12 +154,12 @@ def _serves(session: Session) -> bool:
         rank.phase != "spawn" and rank.phase not in ("ready", "serving", "shutdown")
         for rank in session.phases.ranks().values()
     )
-    return not started and (session.served or session.figures.lines > 0)
+    return not started and (session.shapes.served or session.figures.lines > 0)
 
 
 def _unanswered(session: Session) -> bool:
     """The log ends in the first request: a few steps, no answer, although answers are logged."""
-    return session.access_log and 0 < session.asked < _FEW and not session.answered
+    return session.shapes.access_log and 0 < session.asked < _FEW and not session.answered
 
 
 def _unfinished(session: Session) -> Finding | None:
@@ -176,6 +177,12 @@ def _started(rules: Rules, session: Session) -> bool:
     return session.stack and bool(rules.stack.search(session.last.decode("utf-8", "replace")))
 
 
+def _last_words(rules: Rules, session: Session) -> list[Rule]:
+    """What the end of the log says of a stretch that no phase names."""
+    lines = [rank.last_line for rank in session.phases.ranks().values()] if session.phases else []
+    lines.append(session.last.decode("utf-8", "replace"))
+    return [rule for rule in rules.last_words if any(rule.pattern.search(line) for line in lines)]
+
+
 def _building(session: Session) -> bool:
-    ranks = session.phases.ranks().values() if session.phases else ()
-    return b"JIT" in session.last or b"jit" in session.last or any(rank.phase in _BUILDS for rank in ranks)
+    return session.phases is not None and any(rank.phase in _BUILDS for rank in session.phases.ranks().values())
