@@ -18,7 +18,7 @@ from ..isolation.bisect import Range, contradicted, narrowed, next_commit, repea
 from ..isolation.judge import BAD, BROKEN, GOOD, Judged
 from ..isolation.signature import Signature
 from ..report.files import Store
-from ..text import one_line
+from ..text import escape
 from .git import Git
 from .isolate_state import fingerprint
 from .judge import INTERRUPTED, Settings, add_options, judge, settings
@@ -81,7 +81,7 @@ def run(arguments: argparse.Namespace) -> int:
     finally:
         git.checkout(here)
     for line in summary(found, bisection.verdicts, git.subjects([*found.candidates, *found.good])):
-        _say(one_line(line, 600))
+        _say(escape(line, 600))
     _say(f"{tally(bisection.verdicts)}; every step is in {chosen.log}.")
     return 0 if found.culprit else 1
 
@@ -178,7 +178,8 @@ class Bisection:
         failed: list[Judged] = []
         runs = 0
         once = replace(self._chosen, repeat=1)
-        while runs < (_ENDS if self._automatic else self._chosen.repeat + _PATIENCE):
+        least = _ENDS if self._automatic else 1
+        while runs < least or (not failed and runs < max(least, self._chosen.repeat) + _PATIENCE):
             judged = judge(once, self._say, cwd=self._git.top)
             runs += 1
             if judged.code == BROKEN:
@@ -187,8 +188,6 @@ class Bisection:
                 failed.append(judged)
                 self._seek(judged.signature)
                 once = replace(self._chosen, repeat=1)
-                if not self._automatic:
-                    break
             elif judged.code != GOOD:
                 break
         if not failed:

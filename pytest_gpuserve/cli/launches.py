@@ -270,17 +270,17 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
 def _signature(error: ServerError, directory: Path | None, engine: str) -> Signature:
     """From the incident where there is one, else from the log."""
     found = _read(error.incident)
-    if found and found.get("verdict"):
-        return Signature.from_json(found)
-    if directory is not None and error.verdict == "crash":
+    known = Signature.from_json(found) if found and found.get("verdict") else Signature(error.verdict)
+    if directory is not None and known.verdict in ("crash", "undecided"):
         with contextlib.suppress(Exception):  # a log that cannot be read says nothing
             from ..diagnose.triage import explain
 
             told = explain([str(directory / "server.log")], engine if engine != "command" else None)
-            verdict = told.verdict if told.verdict in ("oom", "config", "unsupported_arch", "port") else error.verdict
-            cause = told.cause.kind if told.cause is not None else None
-            return Signature(verdict, told.phase, frozenset({cause} if cause else ()))
-    return Signature(error.verdict)
+            precise = told.verdict in ("oom", "config", "unsupported_arch", "port")
+            cause = frozenset({told.cause.kind} if told.cause is not None else ())
+            verdict = told.verdict if precise and known.verdict == "crash" else known.verdict
+            return Signature(verdict, known.phase or told.phase, cause)
+    return known
 
 
 def _text(error: ServerError) -> str:

@@ -59,8 +59,10 @@ class Signature:
             ValueError: it is neither.
         """
         try:
-            if "classes" in raw:
-                return cls(str(raw["verdict"]), raw.get("phase"), incident_roots(raw["classes"]))
+            if "classes" in raw:  # after a crash they are those that were left, by chance
+                hung = _family(str(raw["verdict"])) == "hang"
+                roots = incident_roots(raw["classes"]) if hung else frozenset()
+                return cls(str(raw["verdict"]), raw.get("phase"), roots)
             return cls(str(raw["verdict"]), raw.get("phase"), frozenset(map(str, raw.get("roots") or ())))
         except (KeyError, TypeError, AttributeError) as error:
             raise ValueError(f"no verdict in it ({type(error).__name__}: {error})") from None

@@ -163,6 +163,7 @@ def test_the_root_is_where_the_odd_rank_is() -> None:
     assert Signature.from_json(raw).roots == {"sleep"}
     raw["classes"] += [entry("cause", "flock", signature="file-lock"), entry("other", "poll", role="detokenizer")]
     assert Signature.from_json(raw).roots == {"file-lock"}
+    assert Signature.from_json({**raw, "verdict": "crash"}).roots == frozenset(), "who was left after a crash is chance"
     assert Signature.from_json(TARGET.to_json()) == TARGET
     with pytest.raises(ValueError, match="no verdict"):
         Signature.from_json({"phase": "x"})

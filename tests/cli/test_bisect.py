@@ -1,0 +1,180 @@
+"""``gpuserve bisect`` on real repositories, and ``git bisect run gpuserve judge``."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
+TEST = """\
+import state
+
+def test_it():
+    if state.OTHER:
+        raise RuntimeError("another failure")
+    assert not (state.BROKEN and state.strikes()), "the planted failure"
+"""
+STRIKES = """
+def strikes():
+    from pathlib import Path
+    path = Path(__file__).with_name("draws")
+    count = int(path.read_text()) if path.exists() else 0
+    path.write_text(str(count + 1))
+    return count % EVERY == EVERY - 1
+"""
+
+
+class Repository:
+    """``count`` commits; the one at ``culprit`` brings the failure."""
+
+    def __init__(self, path: Path, count: int, culprit: int, *, skip: set[int], other: set[int], every: int) -> None:
+        self.path = path / "repository"
+        self.path.mkdir()
+        self.state = path / "state"
+        self.state.mkdir(mode=0o700)
+        self.git("init", "-q", "-b", "main")
+        (self.path / "test_it.py").write_text(TEST)
+        (self.path / "pytest.ini").write_text("[pytest]\n")
+        (self.path / ".gitignore").write_text("__pycache__\nbisect.log\ndraws\ngpuserve-artifacts\n")
+        self.commits = []
+        for number in range(count):
+            (self.path / "state.py").write_text(
+                f"NUMBER = {number}\nBROKEN = {number >= culprit}\nBUILDS = {number not in skip}\n"
+                f"OTHER = {number in other}\nEVERY = {every}\n{STRIKES}"
+            )
+            self.git("add", "-A")
+            self.git("commit", "-q", "-m", f"change {number}")
+            self.commits.append(self.git("rev-parse", "HEAD"))
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith(("GPUSERVE", "GIT_"))}
+        own = {"GPUSERVE_STATE": str(self.state), "XDG_CACHE_HOME": str(self.state), "PYTHONDONTWRITEBYTECODE": "1"}
+        return {**kept, **own}
+
+    def git(self, *words: str) -> str:
+        identity = ["-c", "user.name=t", "-c", "user.email=t@example.org", "-c", "commit.gpgsign=false"]
+        command = ["git", *identity, *words]
+        return subprocess.run(command, cwd=self.path, check=True, capture_output=True, text=True).stdout.strip()
+
+    def bisect(self, *options: str, good: int = 0, bad: int = -1) -> subprocess.CompletedProcess[str]:
+        ends = ["--good", self.commits[good], "--bad", self.commits[bad]]
+        build = ["--build", f"{sys.executable} -c 'import state; raise SystemExit(not state.BUILDS)'"]
+        done = subprocess.run(
+            [sys.executable, "-m", "pytest_gpuserve.cli", "bisect", *ends, *build, *options, "--", *PYTEST],
+            cwd=self.path,
+            env=self.environment,
+            capture_output=True,
+            text=True,
+            timeout=300,
+            check=False,
+        )
+        print(done.stdout, done.stderr)
+        return done
+
+    @property
+    def log(self) -> list[str]:
+        return (self.path / "bisect.log").read_text().splitlines()
+
+
+def repository(path: Path, count: int = 12, culprit: int = 7, **changes) -> Repository:
+    return Repository(path, count, culprit, **{"skip": set(), "other": set(), "every": 1, **changes})
+
+
+def test_the_first_bad_commit_with_both_sides(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    done = repo.bisect("--repeat", "1")
+    assert done.returncode == 0
+    assert f"First bad commit: {repo.commits[7]}" in done.stdout
+    assert re.search(rf"bad side:  {repo.commits[7][:12]} change 7: bad, .*AssertionError", done.stdout)
+    assert re.search(rf"good side: {repo.commits[6][:12]} change 6: good, 1 passed", done.stdout)
+    assert repo.git("symbolic-ref", "--short", "HEAD") == "main", "back where it was"
+    assert len(repo.log) <= 2 + 4 + 1
+    steps = len(repo.log)
+    again = repo.bisect("--repeat", "1")
+    assert f"First bad commit: {repo.commits[7]}" in again.stdout
+    assert len(repo.log) == steps, "what was judged before is not judged again"
+
+
+def test_skips_leave_the_smallest_range(tmp_path: Path) -> None:
+    repo = repository(tmp_path, culprit=6, skip={5}, other={4})
+    repo.git("checkout", "-q", "--detach", "main")
+    head = repo.git("rev-parse", "HEAD")
+    done = repo.bisect("--repeat", "1")
+    assert done.returncode == 1
+    assert "one of these 3" in done.stdout
+    assert re.search(rf"bad side:  {repo.commits[6][:12]}", done.stdout)
+    assert re.search(rf"skipped:   {repo.commits[5][:12]} .*the build failed", done.stdout)
+    assert re.search(rf"skipped:   {repo.commits[4][:12]} .*another failure: .*RuntimeError", done.stdout)
+    assert re.search(rf"good side: {repo.commits[3][:12]}", done.stdout)
+    assert repo.git("rev-parse", "HEAD") == head
+
+
+@pytest.mark.parametrize(
+    ("arrange", "options", "text"),
+    [
+        ("dirty", {}, "tracked files"),
+        ("bisecting", {}, "a git bisect"),
+        ("none", {"good": 9, "bad": 3}, "is no ancestor"),
+        ("none", {"good": -1, "bad": -1}, "the same commit"),
+        ("none", {"good": 8, "bad": 11}, "fails too"),
+        ("none", {"good": 0, "bad": 5}, "there is nothing to bisect"),
+    ],
+)
+def test_what_cannot_be_bisected(tmp_path: Path, arrange: str, options: dict[str, int], text: str) -> None:
+    repo = repository(tmp_path)
+    if arrange == "dirty":
+        (repo.path / "state.py").write_text("changed\n")
+    elif arrange == "bisecting":
+        repo.git("bisect", "start")
+    done = repo.bisect("--repeat", "1", **options)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+    assert repo.git("symbolic-ref", "--short", "HEAD") == "main"
+    if arrange == "dirty":
+        assert (repo.path / "state.py").read_text() == "changed\n", "the user's change is still there"
+
+
+def test_a_commit_that_does_not_exist(tmp_path: Path) -> None:
+    repo = repository(tmp_path, count=2, culprit=1)
+    repo.commits[0] = "no-such-name"
+    done = repo.bisect()
+    assert (done.returncode, "there is no such commit" in done.stderr) == (2, True)
+
+
+def test_a_missed_failure_is_taken_back(tmp_path: Path) -> None:
+    """It fails every second time: with one run a commit, some bad ones look good at first."""
+    repo = repository(tmp_path, count=10, culprit=3, every=2)
+    done = repo.bisect("--repeat", "1")
+    assert f"First bad commit: {repo.commits[3]}" in done.stdout
+    assert "failed when it was tested again: it is bad" in done.stdout
+
+
+def test_a_bad_end_that_fails_now_and_then_decides_on_repeats(tmp_path: Path) -> None:
+    repo = repository(tmp_path, count=3, culprit=2, every=2)
+    done = repo.bisect("--confidence", "0.9")
+    assert f"First bad commit: {repo.commits[2]}" in done.stdout
+    assert "The bad end failed in 1 of 3 runs: a commit is good after 5 good runs." in done.stdout
+
+
+def test_git_bisect_run(tmp_path: Path) -> None:
+    repo = repository(tmp_path, skip={5})
+    repo.git("bisect", "start", repo.commits[-1], repo.commits[0])
+    judge = [sys.executable, "-m", "pytest_gpuserve.cli", "judge"]
+    build = ["--build", f"{sys.executable} -c 'import state; raise SystemExit(not state.BUILDS)'"]
+    done = subprocess.run(
+        ["git", "bisect", "run", *judge, *build, "--", *PYTEST],
+        cwd=repo.path,
+        env=repo.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    assert f"{repo.commits[7]} is the first bad commit" in done.stdout

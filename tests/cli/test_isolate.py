@@ -1,0 +1,284 @@
+"""``gpuserve isolate`` on the embedded engine: found, verified, resumed; and what cannot be isolated."""
+
+from __future__ import annotations
+
+import json
+import os
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import pytest
+
+from pytest_gpuserve.cli.isolate import recognise
+from pytest_gpuserve.cli.isolate_state import Run, fingerprint, open_state
+from pytest_gpuserve.errors import GpuserveError
+from pytest_gpuserve.report.redact import Redactor
+
+SIM = [sys.executable, "-m", "pytest_gpuserve.sim", "--tp", "2", "--shards", "1", "--quiet"]
+FLAGS = [
+    *("--spec-decode", "eagle3", "--spec-steps", "3", "--accept-rate", "0.7", "--cuda-graph", "on"),
+    *("--attention-backend", "triton", "--custom-all-reduce", "on", "--overlap", "on", "--kv-cache-dtype", "fp8"),
+    *("--moe-runner", "triton", "--sampling-backend", "x", "--log-level", "info", "--nccl-p2p", "on"),
+    *("--context-length", "2048"),
+]
+CRASH = "exit@cuda_graph:rank=1:code=3:when=spec_decode=eagle3+cuda_graph=on"
+QUICK = ["--stall-timeout", "5", "--grace", "2", "--gpus", "none"]
+
+
+class Place:
+    def __init__(self, path: Path) -> None:
+        self.path = path
+        self.output = path / "out"
+
+    def command(self, *arguments: str) -> list[str]:
+        return [
+            sys.executable,
+            "-m",
+            "pytest_gpuserve.cli",
+            "isolate",
+            "--output",
+            str(self.output),
+            *QUICK,
+            *arguments,
+        ]
+
+    @property
+    def environment(self) -> dict[str, str]:
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("GPUSERVE")}
+        (self.path / "state").mkdir(mode=0o700, exist_ok=True)
+        return {**kept, "GPUSERVE_STATE": str(self.path / "state")}
+
+    def run(self, *arguments: str, timeout: float = 150) -> subprocess.CompletedProcess[str]:
+        done = subprocess.run(
+            self.command(*arguments),
+            capture_output=True,
+            text=True,
+            timeout=timeout,
+            cwd=self.path,
+            env=self.environment,
+        )
+        print(done.stdout, done.stderr)
+        return done
+
+    @property
+    def state(self) -> dict:
+        return json.loads((self.output / "isolate.json").read_text())
+
+    def servers(self) -> int:
+        return len(list((self.path / "state" / "sessions").glob("*/*/server.json")))
+
+
+@pytest.fixture
+def place(tmp_path: Path) -> Place:
+    return Place(tmp_path)
+
+
+def test_a_crash_of_two_deltas_is_found_and_verified_across_a_kill(place: Place) -> None:
+    """14 flags, two to blame; SIGKILL in the middle; the second run repeats no launch that had ended."""
+    words = ["--calibrate", "1", "--one", "--", *SIM, "--fault", CRASH, *FLAGS]
+    first = subprocess.Popen(place.command(*words), stdout=subprocess.DEVNULL, cwd=place.path, env=place.environment)
+    try:
+        deadline = time.monotonic() + 100
+        while not (place.output / "isolate.json").exists() or len(place.state["runs"]) < 3:
+            assert first.poll() is None
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+    finally:
+        first.kill()
+        first.wait()
+    before = place.state["runs"]
+    done = place.run(*words)
+    assert done.returncode == 0
+    assert f"{len(before)} runs are known" in done.stdout
+    after = place.state
+    assert after["runs"][: len(before)] == before
+    assert after["result"]["sets"] == [["spec_decode", "cuda_graph"]]
+    assert after["result"]["status"] == "found"
+    assert len(after["runs"]) <= place.servers() <= len(after["runs"]) + 1, "one was under way when it was killed"
+    assert [run["deltas"] for run in after["runs"][:1]] == [[]], "the base alone comes first"
+    assert after["result"]["refined"] == {"spec_decode": []}
+    assert after["result"]["remedy"] == "CUDA graphs off"
+    smallest = shlex.split(after["result"]["smallest"])
+    assert {"--spec-decode", "--cuda-graph"} < set(smallest)
+    assert not {"--spec-steps", "--overlap", "--attention-backend", "--kv-cache-dtype"} & set(smallest)
+    assert "Smallest command that fails:" in done.stdout
+    assert "Smallest remedy that passes" in done.stdout
+    again = place.run(*words)
+    assert again.returncode == 0
+    assert place.state["runs"] == after["runs"], "a finished isolation starts nothing"
+
+
+def test_a_hang_has_an_incident_and_a_signature(place: Place) -> None:
+    fault = "sleep@cuda_graph:rank=1:when=cuda_graph=on"
+    words = [*SIM, "--fault", fault, "--cuda-graph", "on"]
+    done = place.run("--calibrate", "1", "--one", "--remedies", "0", "--", *words)
+    assert done.returncode == 0
+    state = place.state
+    assert state["result"]["sets"] == [["cuda_graph"]]
+    assert state["target"]["verdict"] == "hang"
+    assert state["target"]["phase"] == "cuda_graph"
+    hung = [run for run in state["runs"] if run["outcome"] == "fail"]
+    assert hung
+    for run in hung:
+        assert (Path(run["incident"]) / "verdict.md").exists()
+        assert run["incident"] in done.stdout
+
+
+def test_the_base_fails_too(place: Place) -> None:
+    done = place.run("--calibrate", "1", "--", *SIM, "--cuda-graph", "on", "--fault", "exit@weight_load:code=3")
+    assert done.returncode == 1
+    assert place.state["result"]["status"] == "base_fails"
+    assert "The base fails too" in done.stdout
+
+
+def test_a_command_that_is_no_server(place: Place) -> None:
+    done = place.run("--calibrate", "1", "--", sys.executable, "-c", "print('hello')", "--flag")
+    assert done.returncode == 1
+    assert "The base fails too" in done.stdout
+    assert "exit" in done.stdout
+    assert "code 0" in done.stdout
+
+
+@pytest.mark.parametrize(
+    ("words", "text"),
+    [
+        (["--", "/no/such/program", "--x"], "cannot be started"),
+        (["--"], "no command after --"),
+        (["--", *SIM[:3], "--model-path", "m", "--cuda-graph", "off"], "nothing in this command can be taken away"),
+        (["--from", "/no/such/matrix.json", "cell"], "cannot be read"),
+    ],
+)
+def test_mistakes_are_one_paragraph(place: Place, words: list[str], text: str) -> None:
+    done = place.run(*words)
+    assert done.returncode == 2
+    assert text in done.stderr
+    assert "Traceback" not in done.stderr
+
+
+def test_plan_starts_nothing(place: Place) -> None:
+    done = place.run("--plan", "--", "NCCL_DEBUG=INFO", *SIM, *FLAGS)
+    assert done.returncode == 0
+    assert "cost: 6 launches of both ends" in done.stdout
+    assert "spec_decode: --spec-decode eagle3" in done.stdout
+    assert not place.output.exists()
+    assert not (place.path / "state" / "sessions").exists()
+
+
+PROBE = """\
+import os, sys, urllib.request
+assert os.environ["GPUSERVE_URL"] == sys.argv[1]
+text = urllib.request.urlopen(sys.argv[1] + "/get_server_info").read().decode()
+sys.exit({"fails": "fp8" in text, "lost": 125, "passes": 0}[sys.argv[2]])
+"""
+
+
+@pytest.mark.parametrize(("kind", "status"), [("fails", "found"), ("passes", "not_reproduced")])
+def test_a_probe_of_the_users(place: Place, kind: str, status: str) -> None:
+    (place.path / "probe.py").write_text(PROBE)
+    probe = shlex.join([sys.executable, "probe.py", "{url}", kind])
+    words = [*SIM, "--kv-cache-dtype", "fp8", "--overlap", "on", "--cuda-graph", "off"]
+    place.run("--calibrate", "1", "--one", "--remedies", "0", "--probe", probe, "--", *words)
+    assert place.state["result"]["status"] == status
+    if status == "found":
+        assert place.state["result"]["sets"] == [["--kv-cache-dtype"]]
+        assert place.state["target"] == {"verdict": "probe", "phase": None, "roots": ["exit 1"]}
+
+
+def test_pytest_as_probe_starts_the_server_itself(place: Place) -> None:
+    (place.path / "test_it.py").write_text(
+        "import pytest\n\n@pytest.mark.gpuserve(engine='sim', args={'--kv-cache-dtype': 'fp8'})\n"
+        "def test_it(server):\n    assert 'fp8' not in server.get('/get_server_info').text\n"
+    )
+    probe = shlex.join([sys.executable, "-m", "pytest", "-p", "no:randomly", "test_it.py::test_it"])
+    words = [*SIM, "--kv-cache-dtype", "fp8", "--overlap", "on", "--cuda-graph", "off"]
+    done = place.run("--calibrate", "1", "--one", "--remedies", "0", "--probe", probe, "--", *words)
+    assert done.returncode == 0
+    assert place.state["result"]["sets"] == [["--kv-cache-dtype"]]
+    assert place.state["target"] == {"verdict": "test", "phase": None, "roots": ["AssertionError"]}
+
+
+def test_a_matrix_that_is_finished_saves_launches(place: Place) -> None:
+    def cell(id: str, decode: str, graph: str, verdict: str) -> dict:
+        phase = "cuda_graph" if verdict != "ready" else None
+        values = {"spec_decode": decode, "cuda_graph": graph}
+        return {"id": id, "values": values, "verdict": verdict, "phase": phase}
+
+    def spec(decode: str, graph: str) -> dict:
+        axes = {"spec_decode": decode, "cuda_graph": graph}
+        return {"engine": "sim", "tp": 2, "axes": axes, "args": {"fault": CRASH, "shards": 1}}
+
+    matrix = {
+        "schema": "gpuserve.matrix/1",
+        "base": {"spec_decode": "base", "cuda_graph": "off"},
+        "cells": [
+            cell("a", "base", "off", "ready"),
+            cell("d", "eagle3", "on", "crash"),
+            cell("b", "eagle3", "off", "ready"),
+        ],
+        "specs": {"a": spec("base", "off"), "d": spec("eagle3", "on")},
+    }
+    (place.path / "matrix.json").write_text(json.dumps(matrix))
+    done = place.run("--calibrate", "1", "--one", "--from", "matrix.json", "d")
+    assert done.returncode == 0
+    assert place.state["result"]["sets"] == [["spec_decode", "cuda_graph"]]
+    asked = [run["deltas"] for run in place.state["runs"]]
+    assert [] not in asked, "the matrix ran the base already"
+    assert len(asked) <= 8
+
+
+@pytest.mark.parametrize(
+    ("words", "engine"),
+    [
+        ("python -m sglang.launch_server --model-path m", "sglang"),
+        ("A=1 env B=2 /opt/venv/bin/python3 -m sglang.launch_server", "sglang"),
+        ("vllm serve m", "vllm"),
+        ("python -m vllm.entrypoints.openai.api_server --model m", "vllm"),
+        ("python -m pytest_gpuserve.sim --tp 2", "sim"),
+        ("./my_server --port 1", "command"),
+        ("", "command"),
+    ],
+)
+def test_the_engine_is_told_by_the_command(words: str, engine: str) -> None:
+    assert recognise(words.split()) == engine
+
+
+def test_the_state_belongs_to_one_command(tmp_path: Path) -> None:
+    state = open_state(tmp_path, fingerprint("a"), "cmd SECRET", Redactor.of({"API_KEY": "SECRET"}), fresh=False)
+    run = Run(1, "search", ("a",), "calibrate", "fail", "hang", "serving", ("x",), 1.5, "key SECRET")
+    state.add(run)
+    text = (tmp_path / "isolate.json").read_text()
+    assert "hang" in text
+    assert "SECRET" not in text
+    back = open_state(tmp_path, fingerprint("a"), "cmd", Redactor.of({}), fresh=False)
+    assert back.launches("search", ["b", "a"]) == {frozenset({1}): ["fail"]}
+    assert back.launches("remedy x", ["a"]) == {}
+    with pytest.raises(GpuserveError, match="about another command"):
+        open_state(tmp_path, fingerprint("b"), "cmd", Redactor.of({}), fresh=False)
+    assert open_state(tmp_path, fingerprint("b"), "cmd", Redactor.of({}), fresh=True).runs == []
+    (tmp_path / "isolate.json").write_text("{")
+    with pytest.raises(GpuserveError, match="cannot be read"):
+        open_state(tmp_path, fingerprint("a"), "cmd", Redactor.of({}), fresh=False)
+
+
+def test_interrupted_it_says_how_to_go_on(place: Place) -> None:
+    words = ["--", *SIM, "--phase-seconds", "weight_load=60", "--overlap", "on"]
+    process = subprocess.Popen(
+        place.command(*words), stdout=subprocess.PIPE, text=True, cwd=place.path, env=place.environment
+    )
+    try:
+        deadline = time.monotonic() + 60
+        while not place.servers():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        time.sleep(0.5)
+        process.send_signal(signal.SIGINT)
+        out, _ = process.communicate(timeout=60)
+    finally:
+        process.kill()
+        process.wait()
+    assert process.returncode == 130
+    assert "the same command goes on from there" in out
