@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GpuserveError
+from ..server.lifecycle import EXITED
 from ..server.readiness import settle
 
 if TYPE_CHECKING:
@@ -81,6 +82,11 @@ class Evidence:
         killed = any(event.kind == "killing" and event.data.get("why") == "alarm" for event in events)
         end = next((event for event in events if event.kind in _END), None)
         code = int(end.data["code"]) if end is not None and end.kind == "exited" else None
+        if code is not None and not incidents:
+            self.quietly(self._server.dump, EXITED)
+            self._events = len(control.events())  # that incident was no alarm of the test's
+            incidents = self._server.incidents()[self._incidents :]
+            self._incidents += len(incidents)
         if not fired and not killed and not incidents and code is None:
             return None
         return Finding(self._server, fired, killed, code, tuple(incidents))

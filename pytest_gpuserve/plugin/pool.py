@@ -19,7 +19,7 @@ from ..engines import get_engine
 from ..errors import GpuserveError, ServerStartError, SpecError
 from ..report.incident import command
 from ..server.leases import Evictor, Lease, waiting
-from ..server.lifecycle import Limits, start
+from ..server.lifecycle import EXITED, Limits, start
 from ..server.paths import session_directory
 from ..server.reaper import sweep_dead_sessions
 from ..server.record import processes
@@ -259,8 +259,17 @@ class Pool:
 
     def _incident(self, directory: Path, reason: str, test: str | None, after: float | None = None) -> list[str]:
         settings = self._state.settings
-        limit = incident_limit(settings.dump_timeout)
-        return command(directory, settings.artifacts, reason, test=test, after=after, soft=settings.soft, limit=limit)
+        limit, rounds = incident_limit(settings.dump_timeout), 1 if reason == EXITED else None
+        return command(
+            directory,
+            settings.artifacts,
+            reason,
+            test=test,
+            after=after,
+            soft=settings.soft,
+            limit=limit,
+            rounds=rounds,
+        )
 
     def _arm(self, slot: Slot, name: str, deadline: float, test: str | None, after: float | None) -> None:
         argv = self._incident(slot.server.directory, name, test, after)

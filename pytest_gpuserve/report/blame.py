@@ -56,6 +56,8 @@ def decide(reason: str, seen: Witnesses) -> Decision:
 def _decide(reason: str, seen: Witnesses) -> Decision:
     if reason == "startup_budget":
         return Decision(True, "it was not ready within its start-up budget")
+    if reason == "exited":
+        return Decision(False, "it had exited by itself")
     if seen.answers:
         return Decision(False, "it answers: a completion sent just now came back")
     if seen.broken:

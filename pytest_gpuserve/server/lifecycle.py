@@ -34,6 +34,8 @@ Incident = Callable[[Path, str], list[str]]
 """(directory of the server, reason) -> argv that takes the incident; [] takes none."""
 
 STARTUP_ALARM = "startup_budget"
+EXITED = "exited"
+"""Reason of the incident of a server that ended by itself."""
 READY = "ready"
 """File in a server's directory: its start-up is over. Before that, an idle server is one that hangs."""
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
@@ -128,6 +130,7 @@ def start(
                 rearm=lambda: control.arm(STARTUP_ALARM, time.monotonic() + limits.startup, argv, limits.dump),
                 disarm=lambda: control.disarm(STARTUP_ALARM),
                 progress=progress or (lambda _: None),
+                post_mortem=lambda: server.dump(EXITED),
             )
         )
         (record.directory / READY).touch(mode=0o600)  # the log of an engine that we do not know never says it

@@ -16,7 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from ..engines.base import ReadyProbe
-from ..errors import ServerStartError
+from ..errors import GpuserveError, ServerStartError
 from ..text import escape
 from . import ports
 from .control import Control, Event, SupervisorGoneError, sweep_cookie
@@ -27,6 +27,9 @@ TAIL_BYTES = 64 << 10
 
 _ANSWER_LIMIT = 60.0
 """Seconds that one request of ours may take; the start-up budget is the real limit."""
+
+_EXITS = ("crash", "oom", "config", "unsupported_arch", "port", "infra")
+"""Verdicts that can be true of a server that exited before it was ready."""
 
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
@@ -103,6 +106,7 @@ class Waiting:
         rearm: called when the budget is over and the incident spared the server (``--gpuserve-mode=soft``).
         disarm: called when the server is ready; False: the budget was over at that very moment.
         progress: called with a short text whenever something new is known.
+        post_mortem: takes the incident of a server that has exited by itself.
     """
 
     record: ServerRecord
@@ -114,6 +118,7 @@ class Waiting:
     rearm: Callable[[], None]
     disarm: Callable[[], bool]
     progress: Callable[[str], None]
+    post_mortem: Callable[[], object]
 
 
 def wait(waiting: Waiting) -> None:
@@ -234,12 +239,23 @@ class _Wait:
             what = exit_text(int(first.data["code"]))
             if first.data["code"] == 0 and processes(self._record):
                 what += " and left processes behind (a server must stay in the foreground: look for a daemon option)"
-            raise self._error(what, "crash", shown_tail(self._record.log))
+            raise self._exited(what)
         elif first:
             why = {"owner": "because a process that owns it is gone"}.get(first.data["why"], f"({first.data['why']})")
             raise self._error(f"was ended {why}", "infra")
         elif not alive:
             raise self._error(lost_supervisor(self._record, self._w.control), "infra")
+
+    def _exited(self, what: str) -> ServerStartError:
+        """It exited by itself: the incident may know which rank died first, and why."""
+        text, verdict, directory = shown_tail(self._record.log), "crash", None
+        with suppress(GpuserveError, OSError):
+            self._w.post_mortem()
+        if found := incidents(self._record.directory):
+            said, directory = str(found[-1].get("text") or ""), found[-1].get("incident")
+            verdict = str(found[-1].get("verdict") or verdict)
+            text = f"{said.splitlines()[0] if said else ''} {text}\nEvidence: {directory}"
+        return self._error(what, verdict if verdict in _EXITS else "crash", text, directory)
 
     def _ended_by_alarm(self, alarm: str) -> None:
         """The start-up budget is over, or the watcher saw no progress: the incident says what is wrong."""
@@ -247,7 +263,8 @@ class _Wait:
         settle(control, self._seen, self._w.incident_limit)
         if any(event.kind == "spared" for event in control.events(self._seen)):
             self._seen = len(control.events())
-            self._tell("it was looked at and spared")
+            over = "the start-up budget is over" if alarm == "startup_budget" else f"the alarm {alarm!r} went off"
+            self._tell(f"{over}; the server is spared")
             self._w.rearm()
             return
         verdict, directory = "hang", None

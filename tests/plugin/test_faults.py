@@ -87,6 +87,15 @@ def start_ups(new_project):
     return run(project, START_UP, *TOGETHER), project.junit()
 
 
+def check_crash(case: Any) -> None:
+    """No budget ran out: it exited, and an incident says how."""
+    found = properties(case)
+    assert found["gpuserve_verdict"] == "crash"
+    incident = json.loads((Path(found["gpuserve_incident"]) / "incident.json").read_text())
+    assert incident["reason"] == "exited"
+    assert incident["complete"]
+
+
 class TestStartUp:
     def test_one_error_a_fault_and_the_rest_passes(self, start_ups):
         result, cases = start_ups
@@ -101,7 +110,7 @@ class TestStartUp:
 
     def test_a_dead_rank_is_a_crash_at_once(self, start_ups):
         _, cases = start_ups
-        assert properties(cases["test_die"]) == {"gpuserve_verdict": "crash"}  # no budget ran out, no dump was needed
+        check_crash(cases["test_die"])
         assert "exit code" in cases["test_die"].find("error").text or "killed" in cases["test_die"].find("error").text
 
     def test_no_traceback_of_ours(self, start_ups):
@@ -140,7 +149,7 @@ class TestServing:
 
     def test_a_dead_rank_is_no_hang(self, servings):
         result, cases, _ = servings
-        assert properties(cases["test_die"]) == {"gpuserve_verdict": "crash"}
+        check_crash(cases["test_die"])
         result.stdout.fnmatch_lines(["sim-tp8 ended by itself with exit code *"])
 
 

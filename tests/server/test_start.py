@@ -146,7 +146,7 @@ def test_the_budget(serve: Any, tagged: Any, what: str) -> None:
 
 def test_the_budget_without_an_incident(serve: Any, tagged: Any) -> None:
     with pytest.raises(ServerStartError, match="No incident was written") as caught:
-        serve("say=loading", "hang", startup=0.5)
+        serve("say=loading", "hang", startup=3.0)
     assert caught.value.verdict == "hang"
     assert "loading" in str(caught.value)
     assert tagged.alive() == {}
