@@ -34,6 +34,7 @@ def nvml(_fake_library: tuple[ModuleType, Path], tmp_path: Path, monkeypatch: py
     """Eight fake GPUs (sm_120, 97,887 MiB, 3 MiB used) for every process started from now on."""
     fake, directory = _fake_library
     library = fake.FakeNvml(directory, tmp_path / "gpus")
+    library.module = fake
     for name, value in library.environment.items():
         monkeypatch.setenv(name, value)
     return library

@@ -9,15 +9,18 @@ from pathlib import Path
 SOURCE = Path(__file__).with_name("fake_nvml.c")
 
 
-def build(directory: Path) -> str | None:
-    """Compile libnvidia-ml.so.1 into ``directory``; None, or one line why it cannot be built."""
+def build(directory: Path, *flags: str) -> str | None:
+    """Compile libnvidia-ml.so.1 into ``directory``; None, or one line why it cannot be built.
+
+    ``-DOLD_DRIVER``: one that has only version 2 of the list of processes.
+    """
     compiler = shutil.which("gcc") or shutil.which("cc")
     if compiler is None:
         return "no C compiler (gcc or cc) to build the fake NVML library"
     target = directory / "libnvidia-ml.so.1"
     command = [compiler, "-shared", "-fPIC", "-Wall", "-Wextra", "-Werror", "-Wl,-soname,libnvidia-ml.so.1"]
     done = subprocess.run(
-        [*command, "-o", str(target), str(SOURCE)], capture_output=True, text=True, timeout=120, check=False
+        [*command, *flags, "-o", str(target), str(SOURCE)], capture_output=True, text=True, timeout=120, check=False
     )
     if done.returncode:
         raise RuntimeError(done.stderr)

@@ -119,6 +119,9 @@ int nvmlDeviceGetPowerUsage(device *d, unsigned *milliwatt) {
     return touch(d);
 }
 typedef struct { unsigned pid; u64 used; unsigned gi, ci; } process;
+#ifdef OLD_DRIVER
+#define nvmlDeviceGetComputeRunningProcesses_v3 nvmlDeviceGetComputeRunningProcesses_v2
+#endif
 int nvmlDeviceGetComputeRunningProcesses_v3(device *d, unsigned *count, process *out) {
     char value[512] = "", *entry, *rest = value;
     unsigned found = 0, room = *count;

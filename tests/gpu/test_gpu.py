@@ -30,6 +30,18 @@ def test_devices_carry_what_nvml_says(nvml: Any) -> None:
     assert Gpu.from_json(second.to_json()) == second
 
 
+def test_a_driver_older_than_the_binding(nvml: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Newer bindings then raise an error that is no NVMLError, and only versioned calls answer."""
+    old = tmp_path / "old"
+    old.mkdir()
+    nvml.module.build(old, "-DOLD_DRIVER")
+    monkeypatch.setenv("LD_LIBRARY_PATH", str(old))
+    nvml.set(devices=1, pids_0="812:70000", used_0=71000)
+    (only,) = devices()
+    assert only.error is None
+    assert only.processes == (GpuProcess(812, 70000 * MIB),)
+
+
 def test_no_driver_is_an_empty_tuple_with_a_reason(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     (tmp_path / "libnvidia-ml.so.1").write_bytes(b"not a library")
     monkeypatch.setenv("LD_LIBRARY_PATH", str(tmp_path))
@@ -73,6 +85,14 @@ def test_one_wedged_gpu_costs_the_others_nothing(nvml: Any) -> None:
             assert "did not answer" in str(reading.gpus[3].error)
             assert reading.gpus[3].uuid == "GPU-00000003-fake", "known from before"
             assert reading.gpus[4].memory_used == 3 * MIB
+        assert sampler._process is not None
+        tasks = Path(f"/proc/{sampler._process.pid}/task")
+        for _ in range(4):
+            sampler.sample(1.0)
+        deadline = time.monotonic() + 20  # threads of the other GPUs may still be ending
+        while len(list(tasks.iterdir())) > 4 and time.monotonic() < deadline:
+            time.sleep(0.05)
+        assert len(list(tasks.iterdir())) <= 4, "main, stdin, events, and one that hangs: not one more a sample"
 
 
 def test_lost_gpu_is_named_and_the_rest_is_read(nvml: Any) -> None:

@@ -90,6 +90,7 @@ def test_two_faults_are_two_conclusions() -> None:
     assert hang.confidence < SURE, "cells that crash earlier say nothing of the hang"
     assert "probably" in hang.text
     assert "fails in 2 of 2 cells" in hang.text
+    assert {cell["spec_decode"] for cell in hang.decide} == {"base"}, "what crashes earlier cannot decide"
 
 
 def test_a_later_failure_counts_as_a_pass_of_an_earlier_phase() -> None:
@@ -122,6 +123,12 @@ def test_one_failing_cell_is_no_proof_until_it_failed_thrice() -> None:
     assert "would decide: eagle3-cuda_graph=on-flashinfer again" in only(once)
     assert next_cell(once) == "eagle3-on-flashinfer"
     assert run(how, repeats=4).statements[0].confidence >= SURE
+    wide = {**AXES, "attention_backend": ("triton", "flashinfer", "fa3", "trtllm_mha"), "overlap": ("on", "off")}
+
+    def one_cell(v: Values) -> Outcome:
+        return HANG if tuple(v.values())[:3] == ("eagle3", "on", "fa3") and v["overlap"] == "off" else None
+
+    assert run(one_cell, wide, repeats=2).statements[0].confidence < SURE
 
 
 def test_flaky_cause_and_flaky_cells() -> None:

@@ -63,6 +63,8 @@ def _decide(queue: list[Request], mine: str, free: set[str], usable: set[str] = 
 def test_small_leases_are_packed_so_that_large_blocks_stay_whole() -> None:
     assert _decide([_ask("a", 1)], "a", _free(1, 4, 5, 6, 7)) == [1]
     assert _decide([_ask("a", 2)], "a", _free(2, 3, 4, 5, 6, 7)) == [2, 3]
+    assert _decide([_ask("a", 1)], "a", _free(0, 1, 2, 3, 5)) == [5], "4 is taken, 0-3 are whole"
+    assert _decide([_ask("a", 2)], "a", _free(0, 1, 2, 3, 6, 7)) == [6, 7]
     assert _decide([_ask("a", 1)], "a", NAMES) == [0]
 
 

@@ -237,7 +237,49 @@ def test_own_idle_servers_are_evicted_before_waiting() -> None:
         warm.pop().release()
         return True
 
-    assert len(take(8, evict_idle=evict, limit=5.0).devices) == 8
+    lease = take(8, evict_idle=evict, limit=5.0, on_wait=lambda text: pytest.fail(f"nothing to wait for: {text}"))
+    assert len(lease.devices) == 8
+
+
+def test_servers_that_become_idle_while_waiting_are_evicted_too() -> None:
+    warm, asked = [take(8)], []
+
+    def evict() -> bool:
+        asked.append(len(warm))
+        if len(asked) > 3 and warm:
+            warm.pop().release()
+        return False
+
+    assert len(take(8, evict_idle=evict, limit=20.0).devices) == 8
+    assert len(asked) >= 4
+
+
+def test_decisions_are_made_one_at_a_time(lease_directory: Path) -> None:
+    lease_files.directory()
+    with lease_files.mutex(lease_directory, 1.0) as inside:
+        assert inside
+        with pytest.raises(LeaseError) as caught:
+            take(1, limit=0.2)
+        assert caught.value.kind == "timeout"
+    assert take(1)
+
+
+def test_a_lock_on_a_file_that_is_gone_is_no_lock(lease_directory: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = lease_files.directory() / "device-x"
+    real, swept = lease_files.open_lock, []
+
+    def slow(path: Path) -> int:
+        descriptor = real(path)
+        if not swept:  # a cleaner of /tmp comes between our opening and our locking
+            swept.append(path)
+            path.unlink()
+        return descriptor
+
+    monkeypatch.setattr(lease_files, "open_lock", slow)
+    descriptor = lease_files.try_lock(path)
+    assert descriptor is not None
+    assert lease_files.locked(path), "the file that others will find"
+    os.close(descriptor)
 
 
 def test_idle_servers_stay_when_there_is_room() -> None:
