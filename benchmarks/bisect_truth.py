@@ -4,7 +4,8 @@
 
 Each repository has 64 commits; 10 % do not build, 5 % fail in another way, and from the planted commit on the test
 fails with the given repro rate. ``--server``: the test starts a server (the embedded engine, copied into the
-repository) that hangs; otherwise it is a plain test, so that many seeds take minutes. Right: the reported range holds
+repository) that hangs. ``--fast``: a stand-in for pytest that reports as our plugin does, so that many seeds take
+minutes. Right: the reported range holds
 the planted commit, and every commit of it but the first bad one is one that cannot be tested.
 """
 
@@ -46,7 +47,25 @@ command = [sys.executable, "-m", "vendored.sim", "--tp", "2", "--port", "{port}"
 def test_it(server):
     assert server.get("/health").ok
 """
+FAST = f"""\
+#!{sys.executable} -IS
+import json, os, random, sys
+sys.path.insert(0, os.getcwd())
+import state
+bad = state.BROKEN and random.random() < state.REPRO
+error = "RuntimeError" if state.OTHER else "AssertionError" if bad else None
+entry = {{"nodeid": "test_it", "outcome": "failed" if error else "passed", "error": error}}
+with open(os.environ["GPUSERVE_RESULTS"], "w") as file:
+    file.write(json.dumps(entry))
+sys.exit(1 if error else 0)
+"""
 BUILD = "import sys, state\nsys.exit(0 if state.BUILDS else 1)\n"
+
+
+PYTEST = [
+    *(sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"),
+    *("--gpuserve-stall-timeout", "4", "--gpuserve-artifacts", "off"),
+]
 
 
 @dataclass(frozen=True)
@@ -78,6 +97,8 @@ def make(where: Path, planned: Plan, commits: int, repro: float, server: bool) -
     git(where, "init", "-q")
     (where / "test_it.py").write_text(SERVER if server else PLAIN)
     (where / "build.py").write_text(BUILD)
+    (where / "pytest").write_text(FAST)
+    (where / "pytest").chmod(0o755)
     (where / "pytest.ini").write_text("[pytest]\n")
     (where / ".gitignore").write_text("__pycache__\n.pytest_cache\nbisect.log\ngpuserve-artifacts\n")
     if server:
@@ -155,6 +176,7 @@ def main() -> None:
     parser.add_argument("--repro", type=float, default=0.8)
     parser.add_argument("--tell", action="store_true", help="give --repro-rate; otherwise bisect finds out")
     parser.add_argument("--server", action="store_true")
+    parser.add_argument("--fast", action="store_true")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     counts: dict[str, int] = {}
@@ -167,10 +189,10 @@ def main() -> None:
             seconds += took
             if text:
                 print(f"seed {seed}: {kind}, planted {plan(seed, given.commits)}\n{text}", flush=True)
+    kind = "server" if given.server else "stand-in" if given.fast else "plain test"
     print(
-        f"{given.commits} commits, repro {given.repro:g}{' told' if given.tell else ''}, "
-        f"{'server' if given.server else 'plain test'}: {counts} of {given.seeds}; {runs / given.seeds:.1f} runs and "
-        f"{seconds / given.seeds:.0f} s a bisection"
+        f"{given.commits} commits, repro {given.repro:g}{' told' if given.tell else ''}, {kind}: {counts} of "
+        f"{given.seeds}; {runs / given.seeds:.1f} runs and {seconds / given.seeds:.0f} s a bisection"
     )
 
 

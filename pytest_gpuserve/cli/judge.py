@@ -11,7 +11,7 @@ import time
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
-from functools import partial
+from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
@@ -233,7 +233,7 @@ def _build(chosen: Settings, cwd: Path | None) -> Judged | None:
 def _busy(limit: float) -> Judged | None:
     """Wait until no visible GPU holds memory; what does not go away is no reason to call a commit bad."""
     deadline = time.monotonic() + limit
-    while True:
+    while _has_gpus():
         reading = query(20.0)
         units = visible(reading.gpus, os.environ.get("CUDA_VISIBLE_DEVICES"))
         lost = [gpu for gpu in units if gpu.error is not None]
@@ -248,6 +248,12 @@ def _busy(limit: float) -> Judged | None:
                 SKIP, f"GPUs are not free after {limit:g} s: {held} (gpuserve reap --devices names the holders)"
             )
         time.sleep(1.0)
+    return None
+
+
+@cache
+def _has_gpus() -> bool:
+    return bool(query(20.0).gpus)
 
 
 def _caches(commit: str) -> dict[str, str]:
