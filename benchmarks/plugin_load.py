@@ -1,7 +1,7 @@
 """What the installed but unused plugin costs a pytest session: paired runs with and without it.
 
 ``python benchmarks/plugin_load.py [--pairs 40] [--limit 30]``: prints the median of the differences in milliseconds and
-exits 1 when it is above the limit. Each pair runs back to back in random order, so that a busy machine harms both alike.
+exits 1 when it is above the limit. Each pair runs back to back in random order: a busy machine harms both alike.
 """
 
 from __future__ import annotations
