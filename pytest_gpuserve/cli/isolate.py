@@ -83,6 +83,11 @@ def run(arguments: argparse.Namespace) -> int:
     """
     variants, evidence, target = _problem(arguments)
     probe = tuple(shlex.split(arguments.probe)) if arguments.probe else ()
+    if target is not None and target.verdict == "test" and not probe:
+        raise GpuserveError(
+            "this cell failed in its test, not in its server, and the built-in check does not run that test. Name it: "
+            '--probe "pytest NODEID" (without the cell in brackets).'
+        )
     check = Check(probe, arguments.probe_timeout, arguments.request_timeout)
     everything = range(len(variants.names))
     redactor = Redactor.of(
