@@ -95,7 +95,7 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     def say(line: str) -> None:
-        print(redactor.redact(line), flush=True)
+        print(f"{redactor.redact(line)}\n", end="", flush=True)  # in one piece: several threads speak
 
     for line in text.plan(variants, arguments, evidence):
         say(line)

@@ -142,7 +142,7 @@ def _why(state: State, names: tuple[str, ...]) -> list[str]:
 def table(runs: Sequence[Run], known: Sequence[str]) -> list[str]:
     """Every run: number, what was on, what came of it, seconds, evidence."""
     rows = [("run", "what was on", "verdict", "means", "seconds", "evidence")]
-    for run in runs:
+    for run in sorted(runs, key=lambda run: run.number):
         shown = what(run.deltas, known)
         if run.stage.startswith("remedy "):
             shown = f"everything, {run.stage.removeprefix('remedy ')}"
