@@ -184,15 +184,23 @@ class ServerSpec:
         command = values.get("command") or ()
         if isinstance(command, str) or not isinstance(command, Sequence):
             raise SpecError(f"{source}: command must be a list of arguments (no shell), not {command!r}.")
+        args, env = _scalars(values.get("args"), "args", source), _scalars(values.get("env"), "env", source)
+        if port := next((k for k in args if k.lstrip("-") == "port" and args[k] and engine != "command"), None):
+            raise SpecError(
+                f"{source}: args sets {port!r}, and a server elsewhere than at the port that is held for it would be "
+                f"waited for in vain. Take it out: a free port is chosen, and server.port says which."
+            )
+        if bad := next((k for k in env if not k or "=" in k), None):
+            raise SpecError(f"{source}: env has the name {bad!r}, which no variable can have.")
+        if bad := next((w for w in (*map(str, command), *map(str, (*env, *env.values()))) if "\0" in w), None):
+            raise SpecError(f"{source}: {bad!r} has a NUL character, which no argument and no variable can have.")
         return cls(
             engine=engine,
             model=_text(values.get("model"), "model", source),
             tp=tp,
             axes=_sort_axes(axes),
-            args=tuple(sorted(_scalars(values.get("args"), "args", source).items())),
-            env=tuple(
-                sorted((k, "" if v is None else str(v)) for k, v in _scalars(values.get("env"), "env", source).items())
-            ),
+            args=tuple(sorted(args.items())),
+            env=tuple(sorted((k, "" if v is None else str(v)) for k, v in env.items())),
             command=tuple(map(str, command)),
             ready=_text(values.get("ready"), "ready", source),
             python=_text(values.get("python"), "python", source),
