@@ -9,6 +9,9 @@ from typing import Any
 
 import pytest
 
+from pytest_gpuserve import procfs
+from pytest_gpuserve.server import lease_files
+
 SERVER = """
 import json, os
 from pytest import mark
@@ -201,6 +204,63 @@ def test_workers_start_each_configuration_once_and_share_eight_gpus(project: Any
     project.assert_nothing_left()
     again = project.run("--gpuserve=plan", "-n2", "--gpuserve-gpus=virtual:4")
     again.stdout.fnmatch_lines(["sim-tp4-*(4 GPUs, about *", "Expected: * from past runs of 6 of 6 servers."])
+
+
+def test_gpus_stay_leased_until_the_server_of_a_killed_pytest_is_gone(project: Any, leases: Path) -> None:
+    project.write(
+        test_it="""
+        import time
+        from pytest import mark
+        @mark.gpuserve(engine="sim", tp=2, args={"ignore-term": True})
+        def test_it(server):
+            time.sleep(600)
+        """
+    )
+    run = project.start("-p", "no:randomly", "--gpuserve-gpus=virtual:2", "--gpuserve-grace=3")
+    root = project.wait_for(lambda: [found for path in project.servers() if (found := _root(path))], "server")[0]
+    project.wait_for(lambda: lease_files.entries(leases, "lease"), "lease")
+    run.kill()
+    run.wait()
+    looks = 0
+    while True:
+        held = bool(lease_files.entries(leases, "lease"))
+        alive = procfs.same(root)
+        assert held or not alive, "the GPUs were free while the server still lived"
+        if not alive:
+            break
+        looks += held
+    assert looks
+    project.wait_for(lambda: not lease_files.entries(leases, "lease"), "end of the lease")
+
+
+def _root(server: Path) -> procfs.ProcessId | None:
+    found = json.loads((server / "server.json").read_text())["root"]
+    return procfs.ProcessId(*found) if found else None
+
+
+def test_a_server_ends_with_its_unit_also_after_a_worker_crashed(project: Any) -> None:
+    project.write(
+        test_it="""
+        import os, pathlib
+        from pytest import mark
+        from pytest_gpuserve import procfs
+        seen = pathlib.Path("seen")
+
+        @mark.gpuserve(engine="sim", tp=2)
+        class TestFirst:
+            def test_one(self, server): pass
+            def test_crash(self, server): os._exit(3)
+            def test_three(self, server):
+                seen.write_text(f"{server.record.root.pid} {server.record.root.start}")
+
+        @mark.gpuserve(engine="sim", tp=1)
+        def test_second(server):
+            pid, start = map(int, seen.read_text().split())
+            assert not procfs.same(procfs.ProcessId(pid, start)), "no other test wants it"
+        """
+    )
+    result = project.run("-n1", "--gpuserve-gpus=virtual:4", "-p", "no:rerunfailures")
+    result.assert_outcomes(passed=3, failed=1)
 
 
 def _devices(path: Path) -> list[str]:
