@@ -82,15 +82,28 @@ def test_func_only(server, slow_set_up, record_property):
     record_property("begin", time.monotonic())
     ask(server)
 
+@fixture
+def slow_fixture():
+    time.sleep(2.5)
+    yield
+    time.sleep(2.5)
+
+@mark.timeout(2, func_only=True)
+@well
+def test_func_only_leaves_fixtures_alone(slow_fixture, server):
+    assert ask(server)
+
 @fixture(scope="module")
 def wide(gpuserve_pool):
-    return gpuserve_pool.get(engine="sim", tp=7, args={"fault": "sleep@serving:rank=1:requests=1"})
+    return gpuserve_pool.get(engine="sim", tp=7, args={"fault": "sleep@serving:rank=1"})
 
-def test_wide_first(wide):
-    assert ask(wide)
+@well
+def test_wide_first(wide, server):
+    assert ask(server)
 
 @mark.timeout(2)
-def test_wide_hangs(wide):
+@well
+def test_wide_hangs(wide, server):
     ask(wide)
 
 @mark.timeout(2)
@@ -117,7 +130,9 @@ def shared_project(new_project):
 def result(shared_project):
     """One run with the signal method; the tests below look at parts of it."""
     shared_project.write(test_it=HEAD + CASES)
-    result = shared_project.run("--junitxml=junit.xml", f"--gpuserve-dump-timeout={DUMP}", "--gpuserve-grace=2", "-rA")
+    result = shared_project.run(
+        "--junitxml=junit.xml", f"--gpuserve-dump-timeout={DUMP}", "--gpuserve-grace=2", "-rA", timeout=300
+    )
     shared_project.assert_nothing_left()
     return result
 
@@ -159,7 +174,7 @@ def test_every_test_is_in_junit_with_the_right_outcome(cases):
         "test_wide_hangs",
         "test_fires_again_after_a_failure",
     }
-    assert len(cases) == 12
+    assert len(cases) == 13
 
 
 def test_the_server_is_ended_at_t(cases, result, shared_project):
