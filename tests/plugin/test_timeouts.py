@@ -83,7 +83,7 @@ def test_func_only(server, slow_set_up, record_property):
     ask(server)
 
 @fixture
-def slow_fixture():
+def slow_fixture(server):
     time.sleep(2.5)
     yield
     time.sleep(2.5)
