@@ -52,8 +52,8 @@ def required(pattern: str, words: Sequence[str] = ()) -> tuple[str, ...]:
 
     Of several such sets the one is chosen whose texts all hold one of ``words``, else the one with the longest texts.
 
-    Understands what rules are written in: literals, classes, groups, alternatives, quantifiers, look-around. What it does
-    not understand it takes for "anything", which is safe.
+    Understands what rules are written in: literals, classes, groups, alternatives, quantifiers, look-around. What it
+    does not understand it takes for "anything", which is safe.
     """
     texts, _ = _alternatives(pattern, 0, words)
     return texts
