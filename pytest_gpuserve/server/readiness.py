@@ -249,13 +249,14 @@ class _Wait:
     def _exited(self, what: str) -> ServerStartError:
         """It exited by itself: the incident may know which rank died first, and why."""
         text, verdict, directory = shown_tail(self._record.log), "crash", None
+        after = time.monotonic() - self._begun
         with suppress(GpuserveError, OSError):
             self._w.post_mortem()
         if found := incidents(self._record.directory):
             said, directory = str(found[-1].get("text") or ""), found[-1].get("incident")
             verdict = str(found[-1].get("verdict") or verdict)
             text = f"{said.splitlines()[0] if said else ''} {text}\nEvidence: {directory}"
-        return self._error(what, verdict if verdict in _EXITS else "crash", text, directory)
+        return self._error(what, verdict if verdict in _EXITS else "crash", text, directory, after)
 
     def _ended_by_alarm(self, alarm: str) -> None:
         """The start-up budget is over, or the watcher saw no progress: the incident says what is wrong."""
@@ -277,8 +278,10 @@ class _Wait:
             what = f"was not ready within its start-up budget of {self._w.budget:g} s (startup_timeout)"
         raise self._error(what, verdict, text, directory)
 
-    def _error(self, what: str, verdict: str, text: str = "", incident: str | None = None) -> ServerStartError:
-        after = time.monotonic() - self._begun
+    def _error(
+        self, what: str, verdict: str, text: str = "", incident: str | None = None, after: float | None = None
+    ) -> ServerStartError:
+        after = time.monotonic() - self._begun if after is None else after
         where = f"{after:.1f} s after its launch, before it was ready ({self._record.url}: {self._last})"
         message = f"server {self._record.spec.id} {what}, {where}.{' ' if text else ''}{text}"
         return ServerStartError(message, verdict=verdict, incident=incident)
