@@ -185,10 +185,11 @@ def main() -> None:
         seeds = range(given.first, given.first + given.seeds)
         for seed, (kind, n, took, text) in zip(seeds, pool.map(lambda s: one(s, given), seeds), strict=True):
             counts[kind] = counts.get(kind, 0) + 1
+            print(f"seed {seed}: {kind}, {n} runs, {took:.0f} s", flush=True)
             runs += n
             seconds += took
             if text:
-                print(f"seed {seed}: {kind}, planted {plan(seed, given.commits)}\n{text}", flush=True)
+                print(f"planted {plan(seed, given.commits)}\n{text}", flush=True)
     kind = "server" if given.server else "stand-in" if given.fast else "plain test"
     print(
         f"{given.commits} commits, repro {given.repro:g}{' told' if given.tell else ''}, {kind}: {counts} of "
