@@ -58,7 +58,7 @@ def _misuse(item: pytest.Item) -> str | None:
     if shadowed:
         return (
             f"the {own[0]} mark has no effect, because the `server` of this test is another fixture (of its module, a "
-            f"conftest or a plugin). Rename that fixture, or use `gpuserve_server` instead of `server` in the test."
+            f"conftest or a plugin). Rename that fixture, or use `gpuserve_server`, in the test or in that fixture."
         )
     if case:
         return (

@@ -228,7 +228,7 @@ def test_own_server_fixture_on_top_of_ours(project, no_servers):
         test_it="""
         from pytest import fixture, mark
         @fixture
-        def server(server): return ("wrapped", server)
+        def server(gpuserve_server): return ("wrapped", gpuserve_server)
         @mark.gpuserve(engine="toy")
         def test_it(server): assert server == ("wrapped", None)
         """,
