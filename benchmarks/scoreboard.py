@@ -364,6 +364,8 @@ def campaign(bench: Bench, cases: Sequence[Case], jobs: int, deadline: float, sa
                 took = "" if result.seconds is None else f"{result.seconds:5.1f} s"
                 words = f"{good} {case.kind:18} {case.phase:16} tp{case.tp} {case.flavor:6} rank {case.rank} -> "
                 say(f"{words}{result.verdict} {','.join(result.culprits)} {result.rank} {took} {result.problem}")
+                if good.startswith("BAD"):
+                    say(f"     {result.text}")
 
     threads = [threading.Thread(target=work) for _ in range(jobs)]
     for thread in threads:
@@ -424,7 +426,8 @@ def figures(results: Sequence[Result], window: float) -> dict[str, Any]:
         "seconds_max": round(max(late), 1) if late else None,
         "window": window,
         "healthy": len(healthy),
-        "false_hangs": sum(r.verdict not in ("none", "slow", "ready") for r in healthy),
+        "false_hangs": sum(r.verdict in ("hang", "undecided", "stalled") for r in healthy),
+        "failed_starts": sum(r.verdict not in ("none", "slow", "ready", "hang", "undecided") for r in healthy),
         "alarms_that_spared": sum(r.verdict in ("slow", "ready") for r in healthy),
         "bench_failures": sum(r.verdict == "bench" for r in results),
     }

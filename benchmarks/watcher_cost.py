@@ -8,6 +8,9 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
+import signal
+import statistics
 import sys
 import tempfile
 import threading
@@ -16,6 +19,7 @@ from pathlib import Path
 
 from pytest_gpuserve import procfs
 from pytest_gpuserve.engines import get_engine
+from pytest_gpuserve.server import inflight
 from pytest_gpuserve.server.handle import Server
 from pytest_gpuserve.server.lifecycle import Limits, start
 from pytest_gpuserve.spec import ServerSpec
@@ -53,11 +57,34 @@ def keep_busy(server: Server, over: threading.Event) -> None:
         server.post("/v1/completions", json={"model": server.model, "prompt": "x", "max_tokens": 32})
 
 
+def throughput(servers: list[Server], watcher_pid: int, pairs: int, seconds: float) -> dict[str, float]:
+    """Requests a second with the watcher running and stopped, in turn, on the same servers: medians of the pairs."""
+    ratios, rates = [], []
+    for pair in range(pairs):
+        counts = {}
+        for running in (True, False) if pair % 2 else (False, True):
+            os.kill(watcher_pid, signal.SIGCONT if running else signal.SIGSTOP)
+            before = sum(inflight.read(server.directory).ended for server in servers)
+            began = time.monotonic()
+            time.sleep(seconds)
+            ended = sum(inflight.read(server.directory).ended for server in servers)
+            counts[running] = (ended - before) / (time.monotonic() - began)
+        ratios.append(counts[True] / counts[False])
+        rates.append(counts[True])
+    os.kill(watcher_pid, signal.SIGCONT)
+    return {
+        "pairs": pairs,
+        "requests_per_second": round(statistics.median(rates), 1),
+        "with_watcher_percent": round(100 * statistics.median(ratios), 2),
+    }
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     parser.add_argument("--servers", type=int, default=8)
     parser.add_argument("--tp", type=int, default=6)
     parser.add_argument("--seconds", type=float, default=30.0)
+    parser.add_argument("--pairs", type=int, default=0, help="pairs of throughput runs, with and without the watcher")
     options = parser.parse_args()
     with tempfile.TemporaryDirectory() as folder:
         session = Path(folder) / "session"
@@ -79,6 +106,8 @@ def main() -> int:
                 share = (cpu(process.pid) - before) / (time.monotonic() - began)
                 rows.append({"state": name, "processes": processes, "percent_of_a_core": round(100 * share, 2)})
             print(json.dumps(rows, indent=1))
+            if options.pairs:
+                print(json.dumps(throughput(servers, process.pid, options.pairs, 4.0), indent=1))
             return 0 if rows[0]["percent_of_a_core"] < 1.0 * max(1.0, processes / 64) else 1
         finally:
             over.set()
