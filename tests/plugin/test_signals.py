@@ -120,6 +120,8 @@ def test_the_supervisor_is_killed(project):
         pytestmark = mark.gpuserve(engine="sim", tp=2)
         def test_it(server):
             os.kill(server.record.supervisor.pid, signal.SIGKILL)
+            while server.control.alive():  # the kernel takes its moment
+                time.sleep(0.01)
         def test_next(server):
             assert server.get("/health").status_code == 200
         """
