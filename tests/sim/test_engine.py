@@ -129,7 +129,7 @@ def test_roles_of_strangers() -> None:
 
 def test_it_starts_where_only_pytest_knows_the_package(tmp_path: Path) -> None:
     """No site-packages, another directory: PYTHONPATH alone finds it. Without setproctitle it is untitled but works."""
-    made = launch(tp=2, args={"port": _free_port()})
+    made = ENGINE.launch(ServerSpec("sim", tp=2), host="127.0.0.1", port=_free_port(), python=sys.executable)
     env = {**os.environ, **{k: v for k, v in made.env.items() if v is not None}}
     command = [made.argv[0], "-S", *made.argv[1:]]
     with (tmp_path / "log").open("wb") as log:
