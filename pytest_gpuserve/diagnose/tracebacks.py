@@ -10,7 +10,11 @@ from .triage_lines import Line, clock
 
 HEADER: Final = re.compile(r"(?:^|[\s:>])Traceback \(most recent call last\):?")
 _FRAME = re.compile(r"""^\s*File ["“](?P<file>[^"”]+)["”], line \d+(?:, in (?P<function>.+))?""")
-_RAISED = re.compile(r"^(?P<type>(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:\(\w+\))?)(?:: ?(?P<message>.*)|:?\s*)$")
+_RAISED = re.compile(
+    r"^(?P<type>(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:\(\w+\))?|"
+    r"(?:[A-Za-z_]\w*\.)+(?:[a-z]*error|timeout))"  # socket.gaierror
+    r"(?:: ?(?P<message>.*)|:?\s*)$"
+)
 LOOSE: Final = re.compile(
     r"(?:^|[\s:>'\"(])"
     r"(?P<type>(?:[A-Za-z_]\w*\.)*_?[A-Z]\w*(?:Error|Exception|Interrupt|Expired|OutOfResources))"
@@ -36,7 +40,8 @@ Link = Literal["cause", "context", None]
 
 @dataclass(frozen=True, slots=True)
 class Raised:
-    """One exception: the line that names it, and the innermost frame above that line."""
+    """One exception: the line that names it, the innermost frame above that line, and what of the lines below it tells
+    more than its message does."""
 
     number: int
     type: str
@@ -44,6 +49,7 @@ class Raised:
     line: str
     file: str = ""
     function: str = ""
+    more: str = ""
 
     @property
     def name(self) -> str:
@@ -53,6 +59,11 @@ class Raised:
     @property
     def text(self) -> str:
         return f"{self.type}: {self.message}" if self.message else self.type
+
+    @property
+    def all(self) -> str:
+        """The text with what more is known of it."""
+        return f"{self.text}\n{self.more}" if self.more else self.text
 
     @property
     def lookup(self) -> bool:

@@ -127,7 +127,7 @@ def from_chain(rules: Rules, chain: Chain, source: int, time: float | None) -> C
     """The complaint of a chain of exceptions: the first of them that says what went wrong."""
     best: tuple[tuple[int, int, int], Raised, CauseRule | None] | None = None
     for position, raised in enumerate(chain.raised):
-        rule = rules.classify(raised.text)
+        rule = rules.classify(raised.all)
         depth = DEPTHS[rule.depth] if rule else 0
         telling = 0 if rule and depth == 0 else 2 if raised.lookup or depth > DEPTHS["wrapper"] else 1
         if rule and DEPTHS["wrapper"] < depth < DEPTHS["notice"]:

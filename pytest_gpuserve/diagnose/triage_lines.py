@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -22,11 +21,11 @@ GLUED: Final = re.compile(
 )
 """Where a record follows a progress bar that had no newline."""
 
-_OUTER = re.compile(
-    r"(?:[\w.-]+ +\| )?"  # docker compose
-    r"(?:\d{4}-\d\d-\d\dT[\d:.,]+(?:Z|[+-]\d\d:?\d\d)? )?"  # kubectl, GitHub Actions
-    r"(?:\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d+ (?:- [\w.:]+ )*- (?P<level>[A-Z]{4,8}) - )?"  # Python's logging, relayed
+_RELAYED = re.compile(
+    r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d[,.]\d+ (?:"
+    r"(?:- [\w.:]+ )*- (?P<logging>[A-Z]{4,8}) - |\| (?P<loguru>[A-Z]{4,8}) +\| [\w.:<>-]+ - )"
 )
+"""Python's logging and loguru, of a program that prints another's lines."""
 _BRACKET = re.compile(r"\[(?P<time>\d{4}-\d\d-\d\d \d\d:\d\d:\d\d)(?:[.,]\d+)?(?P<tags>(?: [A-Z_]+\d+)*)\] ?")
 _PROCESS = re.compile(r"\((?P<name>[A-Za-z_][\w.:-]*)(?P<rank> rank=\d+)? pid=(?P<pid>\d+)(?:, ip=[\d.a-f:]+)?\) ?")
 _TORCH = re.compile(
@@ -85,18 +84,20 @@ def pieces(line: bytes) -> Iterator[bytes]:
 
 def parse(number: int, raw: bytes, grammar: LogGrammar | None = None) -> Line:
     """Take one record apart. ``grammar`` decides which rank wrote it; without one the usual tags do."""
-    if raw.startswith(b'{"log":'):
-        raw = _docker(raw)
     text = whole = raw[:READ].decode("utf-8", "replace")
     stream, rank, level, file = "", None, "", ""
-    if (match := _OUTER.match(text)) and match.end():
-        text, level = text[match.end() :], (match["level"] or "")[:1]
-    if match := _BRACKET.match(text):
-        text, stream = text[match.end() :], match["tags"].strip() or "main"
-        rank = _label(_TAG.findall(match["tags"]))
-    while match := _PROCESS.match(text):
-        text, stream = text[match.end() :], f"{match['name']} {match['pid']}"
-        rank = _label(_MEMBER.findall(match["name"])) or (f"TP{match['rank'][6:]}" if match["rank"] else rank)
+    if match := _RELAYED.match(text):
+        text, level = text[match.end() :], (match["logging"] or match["loguru"])[:1]
+    while True:
+        if match := _PROCESS.match(text):
+            stream = f"{match['name']} {match['pid']}"
+            rank = _label(_MEMBER.findall(match["name"])) or (f"TP{match['rank'][6:]}" if match["rank"] else rank)
+        elif match := _BRACKET.match(text):
+            stream = stream or match["tags"].strip() or "main"
+            rank = _label(_TAG.findall(match["tags"])) or rank
+        else:
+            break
+        text = text[match.end() :]
     if (match := _TORCH.match(text)) and match.end():
         text, level = text[match.end() :], match["level"] or level
         if match["rank"]:
@@ -137,10 +138,3 @@ def seconds(time: str | None) -> float | None:
 def _label(tags: list[tuple[str, str]]) -> str | None:
     numbers = {name.lower(): int(value) for name, value in tags}
     return Rank(**numbers).label if numbers else None
-
-
-def _docker(raw: bytes) -> bytes:
-    try:
-        return str(json.loads(raw)["log"]).rstrip("\n").encode()
-    except (ValueError, KeyError, TypeError, RecursionError):
-        return raw

@@ -8,6 +8,7 @@ from typing import Final
 from ..engines import engine_names, get_engine
 from ..engines.base import LogGrammar
 from ..errors import EngineError
+from .outer import strip
 from .triage_lines import LONGEST, plain
 from .triage_rules import EngineMarks, Rules
 from .triage_session import Session
@@ -39,7 +40,7 @@ class Reader:
     def read(self, chunks: Iterable[bytes]) -> None:
         """Read the whole log. Memory does not grow with it, nor with its longest line."""
         for block, whole in _blocks(chunks):
-            self._block(plain(block), whole)
+            self._block(block, whole)
         self.session.finish()
         if self.session.phases:
             self.session.phases.finish(0.0)
@@ -59,6 +60,7 @@ class Reader:
 
     def _block(self, block: bytes, whole: bool) -> None:
         self._blocks += 1
+        block = self._bare(plain(block).replace(b"\r\n", b"\n"))
         begin = 0
         for at, marks in self._cuts(block):
             self._part(block[begin:at], whole)
@@ -66,6 +68,15 @@ class Reader:
                 self._start(marks)
             begin = at
         self._part(block[begin:], whole)
+
+    def _bare(self, block: bytes) -> bytes:
+        """Without what other programs put before the lines; of a program that we do not know, as it is."""
+        bare = strip(block)
+        if bare is block or self.session.engine or self.session.stack:
+            return bare
+        text = bare.decode("utf-8", "replace")
+        known = (*(marks.marks for marks in self.rules.engines), self.rules.stack)
+        return bare if any(marks.search(text) for marks in known) else block
 
     def _cuts(self, block: bytes) -> list[tuple[int, EngineMarks]]:
         """Where a line stands that an engine prints once a launch."""
@@ -93,8 +104,6 @@ class Reader:
             number += 1
             if b"\r" in line:
                 session.bars(number, line)
-                for piece in line.split(b"\r"):
-                    feed(number, piece, piece.translate(None, VARYING))
             else:
                 feed(number, line, shape)
         session.flush()

@@ -13,6 +13,7 @@ from typing import Any, Final, Literal, TypeVar, get_args
 
 from ..vocabulary import Verdict
 from .literals import Words, required
+from .tracebacks import LOOSE
 
 _Named = TypeVar("_Named", "Rule", "CauseRule")
 
@@ -28,7 +29,11 @@ DEPTHS: Final[Mapping[str, int]] = {name: n for n, name in enumerate(get_args(De
 
 @dataclass(frozen=True, slots=True)
 class Rule:
-    """A named pattern. ``text`` is what to tell a person: why benign, what a sign means, what was replaced."""
+    """A named pattern. ``text`` is what to tell a person: why benign, what a sign means, what was replaced.
+
+    ``counts``: a fallback that is enough by itself for the verdict ``degraded``. ``exceptions`` and ``advice``: see the
+    head of the section of benign lines in the data file.
+    """
 
     name: str
     pattern: re.Pattern[str]
@@ -37,7 +42,8 @@ class Rule:
     since: str = "any"
     engine: str | None = None
     counts: bool = False
-    """A fallback: enough by itself for the verdict ``degraded``."""
+    exceptions: bool = False
+    advice: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -94,6 +100,7 @@ class Rules:
         self.engines = tuple(_engine(entry) for entry in data["engine"])
         self.stack = _join(data["stack"]["marks"])
         self.noise = tuple(_rule(entry) for entry in (*data["heartbeat"], *data["benign"]))
+        self._noise_of_exceptions = tuple(rule for rule in self.noise if rule.exceptions)
         self.heartbeats = frozenset(entry["name"] for entry in data["heartbeat"])
         self.signs = tuple(_rule(entry) for entry in data["sign"])
         self.causes = tuple(_cause(entry) for entry in data["cause"])
@@ -124,8 +131,9 @@ class Rules:
         raise KeyError(name)
 
     def _noise_in(self, text: str) -> Rule | None:
-        """The heartbeat or benign rule that matches."""
-        return self._first(self.noise, text)
+        """The heartbeat or benign rule that matches, and nothing in the line is worse."""
+        rule = self._first(self._noise_of_exceptions if LOOSE.match(text) else self.noise, text)
+        return None if rule is not None and rule.advice and self.classify(text) else rule
 
     def sign_in(self, text: str) -> Rule | None:
         """The sign of a stall that matches."""
@@ -209,6 +217,8 @@ def _rule(entry: Mapping[str, Any]) -> Rule:
         since=entry.get("since", "any"),
         engine=entry.get("engine"),
         counts=entry.get("verdict", False),
+        exceptions=entry.get("exceptions", False),
+        advice=entry.get("advice", False),
     )
 
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections import Counter
+from dataclasses import replace
 from typing import Final
 
 from ..engines.base import LogGrammar
@@ -13,11 +14,13 @@ from .speculation_figures import Figures
 from .tracebacks import Chain, Tracebacks
 from .triage_events import LONGEST_QUOTE, Complaint, from_chain, from_line
 from .triage_lines import Line, clock, parse, pieces, seconds
-from .triage_rules import EngineMarks, Rule, Rules
-from .triage_shapes import BARS, RATES, Kind, Shape, Shapes
+from .triage_rules import DEPTHS, EngineMarks, Rule, Rules
+from .triage_shapes import BARS, RATES, VARYING, Kind, Shape, Shapes
 
 _KEPT: Final = 500
 """Complaints that are kept: the cause is among the first of a failure, or among the last ones."""
+_MESSAGE: Final = 8
+"""Lines of an exception's message that may tell its cause."""
 _GROWING: Final = 100
 """Chains of exceptions to which another link may still be added."""
 _RANK_OF_PID: Final = re.compile(rb" pid=(\d+)[^)]*\).*\bworld_size=\d+ rank=(\d+)")
@@ -86,6 +89,7 @@ class Session:
         self._waiting: list[Complaint] = []
         self._pids: dict[str, str] = {}
         self._announced: dict[str, tuple[int, str]] = {}
+        self._message: tuple[str, int, Chain | None] = "", 0, None
         self._validation: tuple[Chain, Complaint] | None = None
 
     def use(self, engine: str, marks: EngineMarks | None, grammar: LogGrammar | None) -> None:
@@ -114,8 +118,11 @@ class Session:
             self.last = raw
 
     def bars(self, number: int, line: bytes) -> None:
-        """A line of progress bars, whole: its pieces come through :meth:`feed` too."""
-        self._queue.append((number, line))
+        """A line of progress bars: its pieces are lines of their own, except to those who read the phases."""
+        queued = len(self._queue)
+        for piece in line.split(b"\r"):
+            self.feed(number, piece, piece.translate(None, VARYING))
+        self._queue[queued:] = [(number, line)]
 
     def flush(self) -> None:
         """Hand on what was read since the last time: lines about phases, and the last line of each rank."""
@@ -208,6 +215,9 @@ class Session:
         if mine:
             if chain is not None:
                 self._exception(chain, line)
+                self._message = line.stream, line.number, chain
+            return True
+        if self._explains(line):
             return True
         moved = bool(BARS.search(raw))
         if moved:
@@ -245,6 +255,18 @@ class Session:
             self.frozen = self.frozen or parse(number, raw, self.shapes.grammar)
 
     # --- complaints
+
+    def _explains(self, line: Line) -> bool:
+        """Whether a line is part of the message of the exception above it, and tells the cause as its first did not."""
+        stream, number, chain = self._message
+        if chain is None or line.stream != stream or line.number > number + _MESSAGE:
+            return False
+        raised, rule = chain.raised[-1], self.rules.classify(line.text)
+        if rule is None or DEPTHS[rule.depth] or not rule.anywhere or self.rules.classify(raised.all):
+            return False
+        chain.raised[-1] = replace(raised, more=line.text.strip()[:LONGEST_QUOTE])
+        self._exception(chain, line)
+        return True
 
     def _exception(self, chain: Chain, line: Line) -> None:
         """A chain is complete, or an exception was added to it: its complaint is made or made anew."""

@@ -19,6 +19,7 @@ from pytest_gpuserve.vocabulary import PHASES, VERDICTS
 DATA = Path(__file__).parents[1] / "data"
 REPORTED = json.loads((DATA / "cases" / "cases.json").read_text())
 CAUSES = json.loads((DATA / "cases" / "causes.json").read_text())
+EXCEPTIONS = json.loads((DATA / "triage" / "exceptions.json").read_text())
 LOGS = json.loads((DATA / "triage" / "logs.json").read_text())
 _toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 OWN = _toml.loads((DATA / "triage" / "cases.toml").read_text())["case"]
@@ -96,6 +97,41 @@ def test_own_case(case):
     assert found.cause.rank == case.get("rank", found.cause.rank)
     lines = case["log"].lstrip("\n").splitlines()
     assert found.cause.line[:60] in lines[found.cause.number - 1]
+
+
+SGLANG = """\
+[2031-01-05 03:00:11] server_args=ServerArgs(model_path='/m', tp_size=1)
+[2031-01-05 03:00:41 TP0] Scheduler hit an exception: Traceback (most recent call last):
+  File "/opt/sglang/srt/managers/scheduler.py", line 2015, in run_scheduler_process
+    scheduler = Scheduler(server_args, port_args)
+  File "/opt/x/y.py", line 3, in f
+    g()
+{}
+
+[2031-01-05 03:00:41] Received sigquit from a child process. It usually means the child failed.
+"""
+CORE = "(EngineCore_DP0 pid=22) ERROR 03-02 10:01:00 [core.py:843] "
+VLLM = f"""\
+(APIServer pid=11) INFO 03-02 10:00:00 [api_server.py:1839] vLLM API server version 0.12.0
+{CORE}EngineCore failed to start.
+{CORE}Traceback (most recent call last):
+{CORE}  File "/opt/vllm/v1/engine/core.py", line 834, in run_engine_core
+{CORE}    x()
+{CORE}{{}}
+(APIServer pid=11) RuntimeError: Engine core initialization failed. See root cause above. Failed core proc(s): {{{{}}}}
+"""
+
+
+@pytest.mark.parametrize(
+    ("verdict", "text"),
+    [(verdict, text) for verdict, texts in EXCEPTIONS.items() for text in texts],
+    ids=lambda value: value.split(":")[0],
+)
+def test_exception_of_a_rank(verdict, text):
+    for log in (SGLANG.format(text), VLLM.format(text)):
+        found = read(log)
+        assert found.verdict == verdict, found.cause
+        assert text[:80] in found.cause.line
 
 
 def test_own_cases_cover_every_verdict_of_a_log():

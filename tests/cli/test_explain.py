@@ -1,0 +1,239 @@
+"""``gpuserve explain``: exit codes, the report, JSON, and text that a terminal would obey."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+
+import pytest
+
+from pytest_gpuserve.cli import main
+
+BEGIN = "[2031-02-11 10:00:00] server_args=ServerArgs(model_path='/m', tp_size=2)\n"
+READY = "[2031-02-11 10:00:57] The server is fired up and ready to roll!\n"
+RANKS = "".join(f"[2031-02-11 10:00:14 TP{n}] Init torch distributed begin.\n" for n in (0, 1))
+FAILED = (
+    "[2031-02-11 10:00:44 TP1] Scheduler hit an exception: Traceback (most recent call last):\n"
+    '  File "/opt/x.py", line 431, in load_model\n'
+    "    model = make(\n"
+    "{}\n"
+    "\n"
+    "[2031-02-11 10:00:44] Received sigquit from a child process. It usually means the child failed.\n"
+)
+BATCH = (
+    "[2031-02-11 10:05:{:02d} TP0] Decode batch, #running-req: 3, #token: 300, token usage: 0.00, accept len: 1.02, "
+    "accept rate: 0.01, cuda graph: True, gen throughput (token/s): 40.1, #queue-req: 0\n"
+)
+LOGS = {
+    "ready": (0, BEGIN + READY),
+    "crash": (1, BEGIN + FAILED.format("RuntimeError: it broke")),
+    "oom": (1, BEGIN + FAILED.format("torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 448.00 MiB.")),
+    "config": (1, BEGIN + "launch_server.py: error: unrecognized arguments: --cuda-graph-max-batch 8\n"),
+    "unsupported_arch": (1, BEGIN + FAILED.format("RuntimeError: CUDA error: no kernel image is available")),
+    "port": (1, BEGIN + FAILED.format("OSError: [Errno 98] Address already in use")),
+    "infra": (1, BEGIN + FAILED.format("OSError: [Errno 28] No space left on device")),
+    "leak": (1, BEGIN + FAILED.format("ValueError: The memory capacity is unbalanced. Some GPUs may be occupied.")),
+    "stalled": (3, BEGIN + RANKS),
+    "degraded": (4, BEGIN + READY + "".join(BATCH.format(n) for n in range(60))),
+    "undecided": (5, '10.0.0.1 - - "GET /index.html HTTP/1.1" 200\n'),
+}
+
+
+@pytest.fixture
+def told(tmp_path, capsys):
+    """Exit code, output and errors of ``gpuserve explain`` of a log with this text."""
+
+    def told(text: str | bytes, *options: str, name: str = "server.log"):
+        path = tmp_path / name
+        path.write_bytes(text.encode() if isinstance(text, str) else text)
+        code = main(["explain", str(path), *options])
+        return code, *capsys.readouterr()
+
+    return told
+
+
+@pytest.mark.parametrize("verdict", LOGS)
+def test_exit_codes(told, verdict):
+    expected, text = LOGS[verdict]
+    code, out, err = told(text)
+    assert out.split()[:2] == ["verdict", verdict]
+    assert (code, err) == (expected, "")
+    code, out, _ = told(text, "--json")
+    assert code == expected
+    assert json.loads(out)["verdict"] == verdict
+
+
+def test_exit_codes_are_in_the_help(capsys):
+    with pytest.raises(SystemExit):
+        main(["explain", "--help"])
+    shown = capsys.readouterr().out
+    for code in (0, 1, 2, 3, 4, 5):
+        assert re.search(rf"^  {code}  \w", shown, re.MULTILINE)
+    for verdict in LOGS:
+        assert verdict in shown
+
+
+def test_the_report(told, tmp_path):
+    _, out, _ = told(
+        BEGIN
+        + RANKS
+        + "[2031-02-11 10:00:18 TP0] Init torch distributed ends. mem usage=1 GB\n"
+        + "[2031-02-11 10:00:19] Ignore import error when loading sglang.srt.models.grok: No module named 'x'\n" * 3
+        + FAILED.format("RuntimeError: Rank 1 scheduler died during initialization (exit code: -9).")
+    )
+    lines = out.splitlines()
+    assert lines[0].startswith("verdict   crash (sglang, in distributed_init)")
+    assert lines[1].startswith(
+        f"cause     {tmp_path / 'server.log'}:11 TP1 [killed] RuntimeError: Rank 1 scheduler died"
+    )
+    assert any(line.startswith("ranks     TP0: distributed_init") for line in lines)
+    assert any(line.startswith("behind    TP1: distributed_init, last line:") for line in lines)
+    folded = next(n for n, line in enumerate(lines) if line.startswith("folded    3 lines"))
+    assert re.match(r" +3 import_ignored: ", lines[folded + 1])
+    assert any(line.startswith("hint") and "oom_kill" in line for line in lines)
+    assert not any("grok" in line for line in lines)
+
+
+def test_degraded_says_how_much(told):
+    _, out, _ = told(LOGS["degraded"][1])
+    assert re.search(r"^degraded  .*accept rate.* 0\.01", out, re.MULTILINE)
+
+
+def test_json_of_a_failure(told):
+    code, out, _ = told(LOGS["oom"][1], "--json")
+    found = json.loads(out)
+    assert code == 1
+    assert found["schema"] == "gpuserve.triage/1"
+    assert found["engine"] == "sglang"
+    assert found["cause"] == {
+        "line": "torch.OutOfMemoryError: CUDA out of memory. Tried to allocate 448.00 MiB.",
+        "lineno": 5,
+        "rank": "TP1",
+        "class": "gpu_out_of_memory",
+    }
+    assert set(found["ranks"]["TP1"]) == {"phase", "last_line", "last_time"}
+
+
+HOSTILE = "\x1b]0;owned\x07\x1b[2J\x9b31m\u202egnp.exe\u200b\x00\x08\ud800\u2028"
+
+
+@pytest.mark.parametrize("options", [(), ("--json",)])
+def test_nothing_that_a_terminal_obeys_is_printed(told, options):
+    hostile = HOSTILE.encode("utf-8", "surrogatepass")
+    text = (BEGIN + RANKS + FAILED.format("RuntimeError: it broke X")).encode().replace(b"X", hostile)
+    text = text.replace(b"begin.", b"begin. " + hostile)
+    code, out, _ = told(text, *options)
+    assert code == 1
+    assert "it broke" in out
+    assert all(character.isprintable() or character == "\n" for character in out)
+    if options:
+        assert out.isascii()
+
+
+def test_a_hostile_file_name(told):
+    _, out, _ = told(LOGS["oom"][1], name="a\x1b[2J\nb.log")
+    assert "\x1b" not in out
+    assert r"\x1b[2J b.log:5" in out
+
+
+def test_standard_input(capsys, monkeypatch):
+    monkeypatch.setattr(sys, "stdin", io.TextIOWrapper(io.BytesIO(LOGS["oom"][1].encode())))
+    assert main(["explain", "-"]) == 1
+    assert "cause     -:5 TP1" in capsys.readouterr().out
+
+
+def test_several_logs_of_one_server(tmp_path, capsys):
+    (tmp_path / "a.log").write_text(BEGIN + RANKS)
+    (tmp_path / "b.log").write_text(FAILED.format("RuntimeError: it broke"))
+    assert main(["explain", str(tmp_path / "a.log"), str(tmp_path / "b.log"), "--json"]) == 1
+    cause = json.loads(capsys.readouterr().out)["cause"]
+    assert cause["log"] == str(tmp_path / "b.log")
+    assert cause["lineno"] == 4
+
+
+@pytest.mark.parametrize(
+    ("make", "options", "says"),
+    [
+        (None, [], "there is no such file"),
+        ("directory", [], "is a directory"),
+        ("file", ["--engine", "nosuch\x1b[2J"], "--engine takes one of"),
+    ],
+)
+def test_what_cannot_be_read(tmp_path, capsys, make, options, says):
+    path = tmp_path / "thing"
+    if make == "directory":
+        path.mkdir()
+    elif make == "file":
+        path.write_text(READY)
+    assert main(["explain", str(path), *options]) == 2
+    out, err = capsys.readouterr()
+    assert out == ""
+    assert says in err
+    assert "\x1b" not in err
+    assert len(err.strip().splitlines()) == 1
+    assert "Traceback" not in err
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_a_log_of_somebody_else(told, tmp_path, capsys):
+    (tmp_path / "x.log").write_text(READY)
+    (tmp_path / "x.log").chmod(0)
+    assert main(["explain", str(tmp_path / "x.log")]) == 2
+    assert "Permission denied" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("content", [b"", b"\x00\xff" * 5000, b"\x1f\x8b garbage", b"\x28\xb5\x2f\xfd garbage"])
+def test_garbage_is_undecided(told, content):
+    code, out, err = told(content)
+    assert (code, err) == (5, "")
+    assert out.startswith("verdict   undecided")
+
+
+def test_a_pipe_that_is_closed_early():
+    """``gpuserve explain LOG | head -0``."""
+    with subprocess.Popen(
+        [sys.executable, "-m", "pytest_gpuserve.cli", "explain", "-", "--json"],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+    ) as process:
+        process.stdout.close()
+        process.stdin.write(LOGS["oom"][1].encode())
+        process.stdin.close()
+        assert b"Traceback" not in process.stderr.read()
+        process.wait(timeout=60)
+
+
+@pytest.mark.parametrize("flavor", ["sglang", "vllm"])
+def test_a_server_that_ran_out_of_memory(flavor, tmp_path, capsys):
+    """The embedded engine's own log: the other rank complains too, and everybody is shut down."""
+    path = tmp_path / "server.log"
+    command = [sys.executable, "-m", "pytest_gpuserve.sim", "--flavor", flavor, "--tp", "2", "--port", "0"]
+    with path.open("wb") as log:
+        server = subprocess.Popen(
+            [*command, "--model-path", "m", "--fault", "oom@kv_cache:rank=1"],
+            stdout=log,
+            stderr=log,
+            cwd=tmp_path,
+            start_new_session=True,
+        )
+        try:
+            server.wait(timeout=60)
+        finally:
+            if server.poll() is None:
+                os.killpg(server.pid, signal.SIGKILL)
+                server.wait()
+    for options in ([], ["--engine", "sim"]):
+        assert main(["explain", str(path), "--json", *options]) == 1
+        found = json.loads(capsys.readouterr().out)
+        assert (found["verdict"], found["cause"]["rank"], found["engine"]) == (
+            "oom",
+            "TP1",
+            "sim" if options else flavor,
+        )
+        assert found["cause"]["line"].startswith("torch.OutOfMemoryError: CUDA out of memory")
