@@ -20,11 +20,16 @@ import subprocess
 import sys
 import tempfile
 import time
+from collections.abc import Sequence
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
 import pytest_gpuserve
+from pytest_gpuserve.cli import bisect
+from pytest_gpuserve.cli.judge import Settings
+from pytest_gpuserve.errors import GpuserveError
+from pytest_gpuserve.isolation.judge import BAD, GOOD, SKIP, Judged, repeats
 
 PLAIN = """\
 import random
@@ -168,6 +173,61 @@ def one(seed: int, given: argparse.Namespace) -> tuple[str, int, float, str]:
         return ("wider" if testable else "right"), runs, seconds, ""
 
 
+class Line:
+    """A line of commits in memory, with what cli/bisect.py asks of git."""
+
+    def __init__(self, names: list[str], directory: Path) -> None:
+        self.names = names
+        self.directory = self.top = directory
+        self.head = names[-1]
+
+    def checkout(self, where: str) -> None:
+        self.head = where
+
+    def candidates(self, bad: str, good: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
+        low, high = max(map(self.names.index, good)), self.names.index(bad)
+        rows = self.names[low + 1 : high + 1][::-1]
+        return rows, {name: (self.names[self.names.index(name) - 1],) for name in rows}
+
+    def run(self, words: Sequence[str]) -> tuple[int, str, str]:
+        _, _, older, newer = words  # merge-base --is-ancestor A B
+        return int(self.names.index(older) > self.names.index(newer)), "", ""
+
+
+def modelled(seed: int, given: argparse.Namespace) -> tuple[str, int, float, str]:
+    """As :func:`one`, with commits and test runs in memory: the decisions alone, thousands of seeds a minute."""
+    planned, rng = plan(seed, given.commits), random.Random(f"runs {seed}")
+    names = [f"commit{number:03d}" for number in range(given.commits)]
+    runs = 0
+
+    def judge(chosen: Settings, say: object, *, cwd: Path | None = None) -> Judged:
+        nonlocal runs
+        number = names.index(line.head)
+        if number in planned.unbuildable | planned.other:
+            return Judged(SKIP, "cannot be tested")
+        for _ in range(chosen.repeat):
+            runs += 1
+            if number >= planned.culprit and rng.random() < given.repro:
+                return Judged(BAD, "planted")
+        return Judged(GOOD, "passed")
+
+    with tempfile.TemporaryDirectory() as directory:
+        line = Line(names, Path(directory))
+        bisect.judge = judge  # type: ignore[assignment]
+        repeat = repeats(given.repro, 0.005) if given.tell else 1
+        chosen = Settings(("pytest",), repeat=repeat)
+        work = bisect.Bisection(line, chosen, "", lambda _: None, not given.tell, 0.995, fresh=True)  # type: ignore[arg-type]
+        try:
+            found = work.run(names[-1], [names[0]])
+        except GpuserveError as error:
+            return "error", runs, 0.0, str(error)
+    numbers = [names.index(name) for name in found.candidates]
+    if planned.culprit not in numbers:
+        return "wrong", runs, 0.0, ""
+    testable = [n for n in numbers if n != max(numbers) and n not in planned.unbuildable | planned.other]
+    return ("wider" if testable else "right"), runs, 0.0, ""
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--seeds", type=int, default=60)
@@ -177,20 +237,24 @@ def main() -> None:
     parser.add_argument("--tell", action="store_true", help="give --repro-rate; otherwise bisect finds out")
     parser.add_argument("--server", action="store_true")
     parser.add_argument("--fast", action="store_true")
+    parser.add_argument("--model", action="store_true", help="commits and tests in memory: the decisions alone")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
     counts: dict[str, int] = {}
     runs = seconds = 0.0
-    with ThreadPoolExecutor(given.jobs) as pool:
+    with ThreadPoolExecutor(1 if given.model else given.jobs) as pool:
         seeds = range(given.first, given.first + given.seeds)
-        for seed, (kind, n, took, text) in zip(seeds, pool.map(lambda s: one(s, given), seeds), strict=True):
+        for seed, (kind, n, took, text) in zip(
+            seeds, pool.map(lambda s: (modelled if given.model else one)(s, given), seeds), strict=True
+        ):
             counts[kind] = counts.get(kind, 0) + 1
-            print(f"seed {seed}: {kind}, {n} runs, {took:.0f} s", flush=True)
+            if not given.model or kind != "right":
+                print(f"seed {seed}: {kind}, {n} runs, {took:.0f} s", flush=True)
             runs += n
             seconds += took
             if text:
                 print(f"planted {plan(seed, given.commits)}\n{text}", flush=True)
-    kind = "server" if given.server else "stand-in" if given.fast else "plain test"
+    kind = "model" if given.model else "server" if given.server else "stand-in" if given.fast else "plain test"
     print(
         f"{given.commits} commits, repro {given.repro:g}{' told' if given.tell else ''}, {kind}: {counts} of "
         f"{given.seeds}; {runs / given.seeds:.1f} runs and {seconds / given.seeds:.0f} s a bisection"
