@@ -108,7 +108,7 @@ class Clock:
         budget = (wanted.limits(self._state.settings) if wanted else self._state.settings).dump_timeout
         self._passing = True
         try:
-            moved = settings._replace(timeout=max(left, 0.0) + budget)
+            moved = settings._replace(timeout=round(max(left, 0.0) + budget, 1))  # people read it; ours is exact
             item.config.hook.pytest_timeout_set_timer(item=item, settings=moved)
         finally:
             self._passing = False
