@@ -9,6 +9,8 @@ from typing import Any, Final, TypeAlias
 _Tree: TypeAlias = "dict[str, Any]"
 
 _SHORTEST: Final = 3
+_RARE: Final = "zqxj_kvbywgpfmucdlhrsnioate "
+"""Letters of English and of programs, the rarest first."""
 _CLASSES: Final = "dDsSwWntrfv0123456789"
 _PLACES: Final = "bBAZ"
 
@@ -20,29 +22,46 @@ class Words:
     """
 
     def __init__(self, words: Iterable[str]) -> None:
-        kept = set(words)
-        self.words = frozenset(word for word in kept if not any(other in word for other in kept - {word}))
-        tree: _Tree = {}
-        for word in self.words:
-            branch = tree
-            for letter in word:
-                branch = branch.setdefault(letter, {})
-            branch[""] = {}
-        pattern = _written(tree) if self.words else "(?!)"
+        self.words = frozenset(_shortest(words))
+        pattern = _written(_tree(self.words))
+        self._rough = re.compile(_written(_tree(_shortest(map(_rare, self.words)))).encode()).search
         self._any = re.compile(pattern.encode()).search
         self._all = re.compile(f"(?=({pattern}))").findall
 
     def any_in(self, line: bytes) -> bool:
         """Whether one of the texts is in the line."""
-        return self._any(line) is not None
+        return self._rough(line) is not None and self._any(line) is not None
 
     def all_in(self, text: str) -> frozenset[str]:
         """Those that are in the text."""
         return frozenset(self._all(text))
 
 
+def _shortest(words: Iterable[str]) -> set[str]:
+    kept = set(words)
+    return {word for word in kept if not any(other in word for other in kept - {word})}
+
+
+def _rare(word: str) -> str:
+    """The end of a text from its rarest letter on, three letters at least: at few places of a line it may begin."""
+    begin = min(range(max(1, len(word) - _SHORTEST + 1)), key=lambda at: _RARE.find(word[at]) % len(_RARE))
+    return word[begin:]
+
+
+def _tree(words: Iterable[str]) -> _Tree:
+    tree: _Tree = {}
+    for word in words:
+        branch = tree
+        for letter in word:
+            branch = branch.setdefault(letter, {})
+        branch[""] = {}
+    return tree
+
+
 def _written(tree: _Tree) -> str:
     """The tree as a regular expression: common beginnings are compared once."""
+    if not tree:
+        return "(?!)"
     parts = [re.escape(letter) + _written(branch) for letter, branch in sorted(tree.items()) if letter]
     return "" if "" in tree else parts[0] if len(parts) == 1 else f"(?:{'|'.join(parts)})"
 

@@ -90,7 +90,7 @@ class Complaint:
         ``end`` is the number of the log's last line, when that is why.
         """
         self.last = end is not None and end - self.number <= _LAST
-        self.survived = forgive or self.outlived
+        self.survived = forgive
 
 
 def from_line(rules: Rules, line: Line, source: int, time: float | None) -> Complaint | None:

@@ -206,6 +206,14 @@ def test_a_progress_bar_with_an_exception_behind_it(read):
     assert (found.verdict, found.cause.rank) == ("crash", "TP3")
 
 
+def test_a_phase_behind_a_progress_bar_begins_once(read):
+    """Weights that are loaded a second time would be the draft's."""
+    found = read(
+        BEGIN + "Loading: 9% Completed | 1/9\r[2026-02-11 10:00:19 TP0] Load weight begin. avail mem=92.10 GB\n"
+    )
+    assert found.ranks["TP0"].phase == "weight_load"
+
+
 # --- launches and engines
 
 
@@ -254,6 +262,7 @@ def test_one_log_a_rank_without_tags(tmp_path):
         (tmp_path / name).write_text("[2026-02-11 10:00:19] Load weight begin. avail mem=92.10 GB\n" + text)
     found = explain([str(tmp_path / "rank0.log"), str(tmp_path / "rank1.log")])
     assert set(found.ranks) == {"TP0 of rank0.log", "TP0 of rank1.log"}
+    assert (found.verdict, found.lagging) == ("ready", ())  # only the first node says that it is ready
 
 
 def test_an_engine_that_is_named_but_did_not_write_the_log(read):
@@ -272,6 +281,13 @@ def test_ranks_that_never_spoke_or_stopped_earlier(read):
     assert found.lagging == ("TP3", "TP2")
     assert found.ranks["TP2"].phase is None
     assert found.ranks["TP3"].last_time == "2026-02-11 10:00:14"
+
+
+def test_of_a_server_that_works_no_rank_is_missing(read):
+    found = read(BEGIN + "[2026-02-11 10:00:14 TP0] Init torch distributed begin.\n" + READY)
+    assert found.verdict == "ready"
+    assert found.lagging == ()
+    assert set(found.ranks) == {"TP0"}
 
 
 def test_the_last_line_of_a_rank_is_kept_however_much_the_others_say(read):
@@ -375,22 +391,29 @@ def alive(*types: type) -> list:
 def test_of_many_complaints_some_are_kept():
     """Complaints, each of its own: neither more of them nor more of each is kept, whichever way they came."""
 
+    waiting = []
+
     def log():
         for n in range(1500):
             name = f"{n:011b}".replace("0", "g").replace("1", "h")
-            head = f"(Engine pid=512) ERROR 02-11 {10 + n // 3600:02d}:{n // 60 % 60:02d}:{n % 60:02d} [core.py:7] "
+            head = f"(EngineCore pid=512) ERROR 02-11 {10 + n // 3600:02d}:{n // 60 % 60:02d}:{n % 60:02d} [core.py:7] "
             yield f"{head}RuntimeError: {name} failed {'' if n % 500 else 'x' * 9000}\n".encode()
             yield f'{head}Traceback (most recent call last):\n{head}  File "x.py", line 1, in {name}\n'.encode()
             yield f"{head}ValueError: {name}\n".encode()
+            if n % 500 == 499:
+                other = head.replace("512", "513")
+                yield f"{other}CUDA out of memory. Tried to allocate {name} {'x' * 3000}\n".encode()
+        waiting.append(len(alive(Complaint)))
 
     reader = read_chunks(log())
+    assert waiting[0] < 600
     kept = alive(Complaint)
     assert {found.number for found in kept} >= {1, 4}  # the first, and the latest
-    assert max(found.number for found in kept) == 6000
+    assert max(found.number for found in kept) == 6003
     assert len(kept) < 600
     assert max(len(found.line) for found in kept) <= 2000
     assert len(alive(Chain)) < 200
-    assert reader.session.end == 6000
+    assert reader.session.end == 6003
 
 
 def test_a_chain_without_end():

@@ -55,6 +55,31 @@ def test_the_gate_lets_through_what_counts_anywhere(rule):
     assert RULES.gate.any_in(rule.example.lower().encode())
 
 
+def test_advice_gives_way_to_a_cause_in_the_same_line():
+    advice = "If reserved but unallocated memory is large try setting PYTORCH_CUDA_ALLOC_CONF=expandable_segments:True."
+    assert RULES.noise_in(advice).name == "generic_advice"
+    assert RULES.noise_in(f"Worker failed: CUDA out of memory. Tried to allocate 2 GiB. {advice}") is None
+
+
+@pytest.mark.parametrize(
+    ("text", "name"),
+    [
+        (
+            "No symmetric memory multicast: not supported, symmetric memory multicast is not supported on this device",
+            "capability_notice",
+        ),
+        ("RuntimeError: symmetric memory multicast is not supported on this device", None),
+        ("chunked prefill is not supported for this model, disabled", "feature_follows_from_another"),
+        ("NotImplementedError: chunked prefill is not supported for this model", None),
+        ("KeyError: '/psm_1f0b1c2d'", "resource_tracker"),
+        ("vllm.exceptions.VLLMValidationError: temperature must be non-negative, got -1.", "request_level"),
+    ],
+)
+def test_an_exception_is_no_notice_unless_a_rule_says_so(text, name):
+    rule = RULES.noise_in(text)
+    assert (rule and rule.name) == name
+
+
 def test_no_rule_holds_a_number_of_a_report():
     """A process number, a time, a size or an issue: what only one log can have."""
     for rule in NAMED:
