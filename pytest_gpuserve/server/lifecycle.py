@@ -19,6 +19,7 @@ import pytest_gpuserve
 
 from .. import procfs
 from ..engines.base import Engine, Launch
+from ..engines.settled import HEAD, downgrades
 from ..errors import EngineError, ServerStartError, SpecError
 from ..procfs import ProcessId
 from ..spec import ServerSpec
@@ -133,6 +134,7 @@ def start(
                 post_mortem=lambda: server.dump(EXITED),
             )
         )
+        _check_settings(record, launch)
         (record.directory / READY).touch(mode=0o600)  # the log of an engine that we do not know never says it
     except BaseException:
         attempt.abandon(limits.grace)
@@ -187,6 +189,23 @@ def _record(
         boot=boot_id(),
         own_timeout=engine.own_timeout(launch),
     )
+
+
+def _check_settings(record: ServerRecord, launch: Launch) -> None:
+    """Refuse a server that came up with other settings than its spec's.
+
+    Raises:
+        ServerStartError: its log says so (``config``).
+    """
+    with record.log.open("rb") as file:
+        head = file.read(HEAD)
+    if found := downgrades(record.spec, head, launch.env):
+        raise ServerStartError(
+            f"server {record.spec.id} is ready, but not as it was asked for: {'; '.join(found)}. A test on it would "
+            f"test something else, so it has been ended. Ask in the mark for what runs, or find out in {record.log} "
+            f"why the engine did not do as told.",
+            verdict="config",
+        )
 
 
 def _identity(pid: int) -> list[int]:

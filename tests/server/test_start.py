@@ -17,10 +17,12 @@ from typing import Any
 import pytest
 
 from pytest_gpuserve.engines import get_engine
-from pytest_gpuserve.engines.base import ReadyProbe
+from pytest_gpuserve.engines.base import Launch, ReadyProbe
 from pytest_gpuserve.errors import EngineError, ServerStartError, SpecError
 from pytest_gpuserve.server import lifecycle, ports
+from pytest_gpuserve.server.paths import session_directory
 from pytest_gpuserve.server.readiness import exit_text, log_tail, shown_tail
+from pytest_gpuserve.spec import ServerSpec
 
 Wait = Callable[..., Any]
 
@@ -324,3 +326,49 @@ def test_leases_stay_open_until_nothing_is_left(serve: Any, tagged: Any, tmp_pat
         fcntl.flock(other, fcntl.LOCK_EX | fcntl.LOCK_NB)
     finally:
         os.close(other)
+
+
+# What the engine made of its settings
+
+
+class Printing:
+    """An engine whose server prints the log of another."""
+
+    name = "vllm"
+
+    def __init__(self, argv: list[str], log: str) -> None:
+        self._argv, self._log = argv, log
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(get_engine("command"), name)
+
+    def launch(self, spec: Any, *, host: str, port: int, python: str) -> Launch:
+        argv = [str(port) if word == "{port}" else word for word in self._argv]
+        return Launch((*argv, f"say={self._log}"), {"VLLM_ATTENTION_BACKEND": "FLASHINFER"})
+
+
+@pytest.mark.parametrize(
+    ("line", "told"),
+    [
+        ("INFO [cuda.py:420] Using AttentionBackendEnum.TRITON_ATTN backend.", "the server runs with TRITON_ATTN"),
+        ("WARNING Unknown vLLM environment variable detected: VLLM_ATTENTION_BACKEND", "VLLM_ATTENTION_BACKEND and"),
+        ("INFO [cuda.py:420] Using AttentionBackendEnum.FLASHINFER backend.", None),
+        ("WARNING Unknown vLLM environment variable detected: VLLM_OF_THE_SHELL", None),
+    ],
+)
+def test_a_server_that_runs_with_other_settings(
+    spec: Any, tagged: Any, state: Path, line: str, told: str | None
+) -> None:
+    """It answers, and it is not what was asked for: refused, with the engine's own line."""
+    engine = Printing(list(spec().command), line)
+    wanted = ServerSpec.from_mapping({"engine": "vllm", "model": "m", "attention_backend": "flashinfer"})
+    begin = {"parent": session_directory(), "limits": lifecycle.Limits(60, 0.5, 10), "incident": lambda *_: []}
+    if told is None:
+        lifecycle.start(wanted, engine, **begin).stop(0.0)
+        return
+    with pytest.raises(ServerStartError) as caught:
+        lifecycle.start(wanted, engine, **begin)
+    assert caught.value.verdict == "config"
+    assert told in str(caught.value)
+    assert line.partition(" ")[2] in str(caught.value)
+    assert tagged.alive() == {}
