@@ -30,7 +30,7 @@ from pytest_gpuserve.diagnose.evidence import Evidence
 from pytest_gpuserve.diagnose.verdict import judge
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.errors import GpuserveError, ServerError
-from pytest_gpuserve.report import gather, incident
+from pytest_gpuserve.report import incident, logs
 from pytest_gpuserve.server.control import Control
 from pytest_gpuserve.server.handle import Server
 from pytest_gpuserve.server.lifecycle import Limits, start
@@ -326,7 +326,7 @@ def _read(bench: Bench, result: Result, directory: Path) -> None:
         return
     exited = Control(directory).last("exited")
     if exited and result.case.kind in CRASHES:
-        judged = judge(Evidence(server_exit=exited.data.get("code"), log=gather.log_facts(load(directory))))
+        judged = judge(Evidence(server_exit=exited.data.get("code"), log=logs.facts(load(directory))))
         result.verdict, result.culprits, result.text = judged.verdict, judged.culprits, judged.text
 
 

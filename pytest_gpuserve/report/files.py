@@ -10,7 +10,7 @@ import json
 import os
 import re
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -49,6 +49,11 @@ class Store:
         """Write a JSON value; redaction sees its strings, not its syntax."""
         value = self._redactor.value(value) if self._redactor else value
         self._write(name, json.dumps(value, indent=1, default=str) + "\n")
+
+    def write_lines(self, name: str, values: Iterable[Any]) -> None:
+        """Write JSON values, one a line."""
+        clean = map(self._redactor.value, values) if self._redactor else values
+        self._write(name, "".join(json.dumps(value, separators=(",", ":"), default=str) + "\n" for value in clean))
 
     def _write(self, name: str, text: str) -> None:
         *folders, last = name.split("/")
@@ -98,6 +103,10 @@ class Stores:
     def write_json(self, name: str, value: Any) -> None:
         for store in self._all():
             self._try(store, lambda store=store: store.write_json(name, value))
+
+    def write_lines(self, name: str, values: Sequence[Any]) -> None:
+        for store in self._all():
+            self._try(store, lambda store=store: store.write_lines(name, values))
 
     def _all(self) -> list[Store]:
         return [store for store in (self.raw, self.shared) if store]

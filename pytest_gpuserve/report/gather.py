@@ -1,36 +1,31 @@
-"""What an incident knows beside the stacks: the log, the machine, the GPUs, what others saw. Everything has a limit."""
+"""What an incident knows beside the stacks: the machine, the GPUs, what others saw. Everything has a limit."""
 
 from __future__ import annotations
 
 import json
-import os
 import re
 import threading
 import time
-from collections import Counter, defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Generic, TypeVar
 
 from .. import gpu, procfs
-from ..diagnose import flight, locks, machine, ras, triage
+from ..diagnose import flight, locks, machine, ras
 from ..diagnose.evidence import Evidence, LogFact, Progress, Witness
 from ..diagnose.merge import Merged, merge, relabel
 from ..diagnose.model import ProcessDump
 from ..diagnose.roles import rank_in
-from ..engines.base import Engine, LogGrammar, ProcessRole, Rank
+from ..engines.base import Engine, ProcessRole
 from ..server import inflight
 from ..server.record import ServerRecord
-from ..watch.phases import RankPhase, read_log
+from . import logs
 
 T = TypeVar("T")
 
-_TAIL_BYTES = 256 << 10
-_FATAL = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
 _FRESH = 60.0  # seconds that what the watcher wrote is believed
-_BROKEN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 class Later(Generic[T]):
@@ -54,44 +49,11 @@ class Later(Generic[T]):
         return self._value
 
 
-@dataclass(frozen=True, slots=True)
-class Log:
-    """A server's log. ``lines``: the last lines of every rank by label; ``server`` for lines without a rank. ``pids``:
-    ranks of processes whose titles may not tell them yet."""
-
-    phases: Mapping[str, RankPhase] = field(default_factory=dict)
-    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)
-    tail: str = ""
-    pids: Mapping[int, Rank] = field(default_factory=dict)
-
-
 def tree(record: ServerRecord, alive: Sequence[procfs.Stat]) -> list[procfs.Stat]:
     """The live processes and the zombies among their children: a dead rank is what a hang is often about."""
     pids = {entry.pid for entry in alive} | ({record.supervisor.pid} if record.supervisor else set())
     dead = [entry for entry in procfs.snapshot().values() if entry.state == "Z" and entry.ppid in pids]
     return [*alive, *(entry for entry in dead if entry.pid not in pids)]
-
-
-def log(record: ServerRecord, grammar: LogGrammar | None) -> Log:
-    """Phases from the whole log, last lines from its end."""
-    phases: Mapping[str, RankPhase] = {}
-    pids: Mapping[int, Rank] = {}
-    if grammar is not None:
-        with suppress(OSError):
-            reader = read_log(record.log, grammar)
-            phases, pids = reader.ranks(), reader.pids
-    tail = _tail(record.log)
-    return Log(phases, _by_rank(tail, grammar), tail, pids)
-
-
-def log_facts(record: ServerRecord) -> tuple[LogFact, ...]:
-    """What the log says of a failure."""
-    found = triage.explain([str(record.log)], record.engine)
-    facts = [LogFact(hint, "log") for hint in (*found.degraded, *found.hints) if "gpuserve " not in hint]  # no how-to
-    if found.cause is not None and found.verdict in _FATAL:
-        witness = f"{record.log.name}, line {found.cause.number}"
-        facts.insert(0, LogFact(found.cause.line, witness, found.verdict, found.cause.rank))
-    return tuple(facts)
 
 
 def gpus(record: ServerRecord, pids: Iterable[int], limit: float = 5.0) -> tuple[gpu.Gpu, ...]:
@@ -201,7 +163,7 @@ class Scene:
     test: str | None = None
     after: float | None = None
     rounds: list[list[ProcessDump]] = field(default_factory=list)
-    log: Log = field(default_factory=Log)
+    log: logs.Log = field(default_factory=logs.Log)
     facts: tuple[LogFact, ...] = ()
     gpus: tuple[gpu.Gpu, ...] = ()
     witnesses: tuple[Witness, ...] = ()
@@ -222,7 +184,7 @@ class Scene:
 
     def still(self, merged: Merged) -> bool:
         """Nothing moved while we looked, for more than one round: no stack, no CPU, no reads, no log."""
-        if len(self.rounds) < 2 or self.log_size is None or said_more(self.record.log, self.log_size, self.engine):
+        if len(self.rounds) < 2 or self.log_size is None or logs.said_more(self.record.log, self.log_size, self.engine):
             return False
         busy = [m for m in merged.members if (m.cpu or 0) > 0.05 or (m.read or 0) > 1e6]
         return not merged.moving and not busy
@@ -267,38 +229,10 @@ class Scene:
         )
 
 
-def said_more(path: Path, since: int, engine: Engine | None) -> bool:
-    """The log has lines after byte ``since`` that are no heartbeats (the watcher's own GET /metrics is one)."""
-    try:
-        with path.open("rb") as log:
-            log.seek(since)
-            lines = log.read(1 << 20).splitlines()
-    except OSError:
-        return True
-    beats = engine.grammar.heartbeats if engine else ()
-    return any(line.strip() and not any(beat.search(line) for beat in beats) for line in lines)
-
-
-def size_of(path: Path) -> int | None:
-    try:
-        return path.stat().st_size
-    except OSError:
-        return None
-
-
 def requests_in_flight(directory: Path) -> int | None:
     """Requests of our clients that are under way; None when none of them ever sent one."""
     found = inflight.read(directory)
     return found.count if found.begun else None
-
-
-def current_test(directory: Path) -> str | None:
-    """The test in progress, as pytest told."""
-    try:
-        found = json.loads((directory / "current_test.json").read_bytes())
-        return str(found["test"]) if found.get("test") else None
-    except (OSError, ValueError, KeyError, TypeError, AttributeError):
-        return None
 
 
 def oom_before(directory: Path) -> int | None:
@@ -319,48 +253,3 @@ def _devices(pid: int) -> set[int]:
                 if device := re.fullmatch(r"/dev/nvidia(\d+)", str(link.readlink())):
                     found.add(int(device[1]))
     return found
-
-
-def _tail(path: Path) -> str:
-    """The end of a log: of progress bars only the newest, colours removed."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            data = file.read(_TAIL_BYTES)
-    except OSError:
-        return ""
-    text = _BROKEN.sub("", data.decode(errors="replace"))
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return "\n".join(lines[1:] if size > _TAIL_BYTES and len(lines) > 1 else lines)
-
-
-def _by_rank(tail: str, grammar: LogGrammar | None, keep: int = 3) -> dict[str, list[str]]:
-    """The last lines of each rank. Heartbeats are folded: a wait loop must not hide what was said before it."""
-    found: dict[str, list[str]] = defaultdict(list)
-    beats: Counter[str] = Counter()
-    for line in reversed(tail.split("\n")):
-        if not line.strip():
-            continue
-        raw = line.encode(errors="replace")
-        label, begin = _label(line, grammar)
-        if grammar is not None and any(beat.search(raw) for beat in grammar.heartbeats):
-            beats[label] += 1
-            if beats[label] > 1:
-                continue
-        if len(found[label]) < keep:
-            found[label].insert(0, line[begin:])
-    return dict(sorted(found.items()))
-
-
-def _label(line: str, grammar: LogGrammar | None) -> tuple[str, int]:
-    """Whose line it is, and where it begins: a progress bar may be glued in front."""
-    found = grammar.rank.search(line.encode(errors="replace")) if grammar is not None else None
-    if found is None:
-        return "server", 0
-    groups = {name: int(value) for name, value in found.groupdict().items() if value and value.isdigit()}
-    numbers = {name: groups[name] for name in ("tp", "pp", "dp", "ep") if name in groups}
-    if not numbers and "world" in groups:
-        numbers = {"tp": groups["world"]}
-    begin = len(found.string[: found.start()].decode(errors="replace"))
-    return (Rank(**numbers).label, begin) if numbers else ("server", 0)

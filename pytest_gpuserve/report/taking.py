@@ -27,9 +27,9 @@ from ..engines import get_engine
 from ..engines.base import Engine, ProcessRole
 from ..gpu import Gpu
 from ..server.control import Control
-from ..server.record import ServerRecord, processes
+from ..server.record import ServerRecord, current_test, processes
 from ..text import escape
-from . import gather, incident_json, incident_text
+from . import gather, incident_json, incident_text, logs, timeline
 from .blame import EXIT_KILL, EXIT_SPARE, Decision, Witnesses, decide
 from .files import incident_name, open_stores, put_line, safe_name
 from .gather import Later, Scene
@@ -84,7 +84,7 @@ class Taking:
         self._engine: Engine | None = None
         with suppress(Exception):  # an engine that is not installed here, or broken, must not cost the stacks
             self._engine = get_engine(record.engine)
-        test = request.test or gather.current_test(record.directory)
+        test = request.test or current_test(record.directory)
         self._scene = Scene(record, self._engine, request.reason, test, request.after)
         self._environment = procfs.environ(record.root.pid) if record.root else {}
         self._redactor = Redactor.of(os.environ, dict(record.spec.env), self._environment, argv=record.argv)
@@ -104,23 +104,25 @@ class Taking:
         record, scene = self._record, self._scene
         self._announce()
         scene.log_size, scene.before, scene.began = (
-            gather.size_of(record.log),
+            logs.size_of(record.log),
             gather.progress(record.directory),
             time.monotonic(),
         )
         if self._leave is not None:
             threading.Thread(target=self._clock, name="gpuserve-clock", daemon=True).start()
-        exited = Control(record.directory, record.supervisor).last("exited")
+        self._control = Control(record.directory, record.supervisor)
+        exited = self._control.last("exited")
         scene.server_exit = int(exited.data["code"]) if exited else None
-        log = Later(lambda: gather.log(record, self._engine.grammar if self._engine else None), gather.Log())
+        log = Later(lambda: logs.read(record, self._engine.grammar if self._engine else None), logs.Log())
         probe = self._start_probe()
-        facts: Later[tuple[LogFact, ...]] = Later(lambda: gather.log_facts(record), ())
+        facts: Later[tuple[LogFact, ...]] = Later(lambda: logs.facts(record), ())
         self._round(0)
         pids = [d.process.pid for d in scene.rounds[0]]
         gpus: Later[tuple[Gpu, ...]] = Later(lambda: gather.gpus(record, pids, 5.0), ())
         scene.log = log.get(min(3.0, self._left() / 2))
         self._write_log_tail()
         self._conclude(complete=False)
+        self._write_timeline()
         self._further_rounds(probe)
         if probe is not None:
             self._probe = probe.get(self._patience + 0.5)
@@ -136,6 +138,7 @@ class Taking:
         late = (("the log", log), ("the log's errors", facts), ("the GPUs", gpus))
         self._problems += [f"{what}: {later.problem}" for what, later in late if later.problem]
         self._native(merged)
+        self._write_timeline()
         return self._conclude(complete=True)
 
     @property
@@ -262,6 +265,17 @@ class Taking:
         if self._stores.shared is not None:
             with suppress(OSError):
                 self._stores.shared.write("log_tail.txt", escape("".join(pieces)), clean=True)
+
+    def _write_timeline(self) -> None:
+        """Before the judgement is read there is one already; it is written again with what the dump itself added."""
+        began = time.time() - (time.monotonic() - self._began)
+        events = self._control.events()
+        try:
+            lines = timeline.timeline(self._record, self._scene.log, events, self._scene.reason, began)
+        except Exception:  # a picture of the whole must not cost the verdict
+            traceback.print_exc()
+            return
+        self._stores.write_lines(timeline.NAME, lines)
 
     # What comes of it
 

@@ -155,6 +155,15 @@ def processes(record: ServerRecord) -> list[procfs.Stat]:
     return sorted(live, key=lambda entry: (order.get(entry.pid, len(order)), entry.start, entry.pid))
 
 
+def current_test(directory: Path) -> str | None:
+    """The test in progress at the server of ``directory``, as pytest told; None between tests."""
+    try:
+        found = json.loads((directory / "current_test.json").read_bytes())
+        return str(found["test"]) if found.get("test") else None
+    except (OSError, ValueError, KeyError, TypeError, AttributeError):
+        return None
+
+
 def _pair(process: ProcessId | None) -> list[int] | None:
     return [process.pid, process.start] if process else None
 

@@ -19,7 +19,7 @@ from ..engines.base import LogGrammar, ProcessRole
 from ..errors import EngineError
 from ..server import inflight
 from ..server.control import Control
-from ..server.record import ServerRecord
+from ..server.record import ServerRecord, current_test
 from ..vocabulary import PHASES, Phase
 from . import budgets as learning
 from .budgets import Budgets
@@ -29,6 +29,8 @@ from .phases import PhaseReader
 from .proc_tree import ProcessTable, ProcTree, RoleOf
 from .progress import Monitor, Reading
 from .sample import GpuSample, Sample
+from .samples import NAME as SAMPLES
+from .samples import SampleFile
 
 HISTORY = 40
 """Samples kept for the report."""
@@ -131,6 +133,8 @@ class Watched:
         self.control = Control(record.directory, record.supervisor)
         self._events = 0
         self.history: deque[Sample] = deque(maxlen=HISTORY)
+        self.samples = SampleFile(record.directory / SAMPLES, every=max(1.0, settings.interval))
+        self._doing: tuple[str | None, bool] = (None, False)  # the test in progress; requests are under way
         self.reading: Reading | None = None
         self.fired: float | None = None
         self.ready = False
@@ -169,6 +173,8 @@ class Watched:
             self._learn()
         self.history.append(sample)
         self.reading = self.monitor.feed(sample)
+        self.samples.add(sample, self.reading, time.time() - (time.monotonic() - now))
+        self._note_doings(requests)
         return self.reading
 
     def spared(self) -> None:
@@ -181,6 +187,7 @@ class Watched:
         if healthy and self.ready:
             self._learn()
         self.tree.close()
+        self.samples.close()
         if self._log:
             self._log.close()
 
@@ -215,6 +222,15 @@ class Watched:
             with open(os.open(draft, os.O_WRONLY | os.O_CREAT | os.O_TRUNC | os.O_CLOEXEC, 0o600), "w") as file:
                 json.dump(content, file)
             draft.replace(path)
+
+    def _note_doings(self, requests: inflight.InFlight) -> None:
+        """What the clients do: a test that began, requests after none."""
+        test, asking = current_test(self.directory), bool(requests.count)
+        before, self._doing = self._doing, (test, asking)
+        if test and test != before[0]:
+            self.samples.note(f"test {test} began", time.time())
+        if asking and not before[1]:
+            self.samples.note("requests began", time.time() - (requests.oldest or 0.0))
 
     # --- sensors
 

@@ -11,7 +11,7 @@ import pytest
 from pytest_gpuserve import procfs
 from pytest_gpuserve.diagnose.evidence import Progress
 from pytest_gpuserve.engines import get_engine
-from pytest_gpuserve.report import gather
+from pytest_gpuserve.report import gather, logs
 from pytest_gpuserve.server.record import ServerRecord, boot_id
 from pytest_gpuserve.spec import ServerSpec
 
@@ -79,4 +79,4 @@ def test_heartbeats_are_nothing_that_the_log_says(tmp_path: Path, line: bytes, m
     size = log.stat().st_size
     with log.open("ab") as out:
         out.write(line)
-    assert gather.said_more(log, size, get_engine("sglang")) is more
+    assert logs.said_more(log, size, get_engine("sglang")) is more

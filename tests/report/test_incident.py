@@ -40,7 +40,11 @@ def test_rank_in_another_place(fake):
         (dump, *_) = read_file(found[f"stacks/TP{rank}.{pid}.json"])
         assert dump.label == f"TP{rank}"
         assert dump.main.frames[0].name == ("load_extension" if rank == 2 else "all_reduce")
-    assert {"incident.json", "verdict.md", "stacks.txt", "log_tail.txt", ".gpuserve"} <= set(found)
+    assert {"incident.json", "verdict.md", "stacks.txt", "log_tail.txt", "timeline.jsonl", ".gpuserve"} <= set(found)
+    happened = [json.loads(entry) for entry in found["timeline.jsonl"].read_text().splitlines()]
+    loading = {e["rank"]: e["end"] for e in happened if e["kind"] == "phase" and e["phase"] == "weight_load"}
+    assert loading == {"TP0": None, "TP1": None, "TP2": None, "TP3": None}
+    assert "incident: no_progress" in [e.get("text") for e in happened]
     assert f"stacks/pytest.{os.getpid()}.json" in found
     text = line["text"]
     assert "TP2" in text

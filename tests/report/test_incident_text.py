@@ -18,7 +18,7 @@ from pytest_gpuserve.diagnose.parse import read_dumps
 from pytest_gpuserve.diagnose.verdict import judge
 from pytest_gpuserve.engines.base import ProcessRole, Rank
 from pytest_gpuserve.procfs import ProcessId
-from pytest_gpuserve.report import gather
+from pytest_gpuserve.report import gather, logs
 from pytest_gpuserve.report.blame import Decision
 from pytest_gpuserve.report.incident_text import Words, stacks_text, summary, verdict_page
 from pytest_gpuserve.report.redact import Redactor
@@ -42,7 +42,7 @@ def words(dumps, *, kill=True, answers=None, lines=None, phases=None, judgement=
         "c", ProcessId(1, 1), None, None, Path("/nonexistent"), Path("/nonexistent/server.log"), 0.0,
     )  # fmt: skip
     scene = gather.Scene(record, None, "no_progress", test, 12.0, [list(dumps)])
-    scene.log = gather.Log(phases or {}, lines or {}, "")
+    scene.log = logs.Log(phases or {}, lines or {}, "")
     scene.answers = answers
     merged = merge(scene.rounds)
     evidence = scene.evidence(merged)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import threading
 import time
 from pathlib import Path
@@ -21,6 +22,9 @@ def test_a_hung_start_is_handed_to_the_supervisor_which_ends_the_server(scene, s
     assert (seen["state"], seen["phase"]) == ("hung", "cuda_graph")
     assert seen["still"] >= seen["window"] == 3.0
     assert len(seen["history"]) > 5
+    kept = [json.loads(line) for line in (Path(directory) / "samples.jsonl").read_text().splitlines()]
+    assert {"moving", "suspect", "hung"} <= {entry["state"] for entry in kept}
+    assert any({"TP0", "TP1"} <= set(entry["cpu"]) for entry in kept)
     scene.threads[0].join(60)
     assert not scene.threads[0].is_alive(), "the start ends when its server is ended"
     assert "hung: nothing moved" in (scene.session / "watcher.log").read_text()
@@ -58,6 +62,8 @@ def test_a_hang_while_serving_is_caught_though_health_says_200(scene, scenes):
     assert server.get("/health").status_code == 200
     (told,) = scenes.until(scene.incidents)
     assert told[1] == "no_progress"
+    kept = [json.loads(line) for line in (Path(told[0]) / "samples.jsonl").read_text().splitlines()]
+    assert "requests began" in [entry.get("text") for entry in kept]
     thread.join(60)
     assert "ServerHungError" in type(results[0]).__name__
 

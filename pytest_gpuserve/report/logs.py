@@ -1,0 +1,120 @@
+"""A server's log as an incident needs it: phases from all of it, last lines from its end, what it says of a failure."""
+
+from __future__ import annotations
+
+import os
+import re
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import suppress
+from dataclasses import dataclass, field
+from pathlib import Path
+
+from ..diagnose import triage
+from ..diagnose.evidence import LogFact
+from ..engines.base import Engine, LogGrammar, Rank
+from ..server.record import ServerRecord
+from ..watch.phases import RankPhase, read_log
+
+_TAIL_BYTES = 256 << 10
+_FATAL = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
+_BROKEN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
+
+
+@dataclass(frozen=True, slots=True)
+class Log:
+    """A server's log. ``lines``: the last lines of every rank by label; ``server`` for lines without a rank. ``pids``:
+    ranks of processes whose titles may not tell them yet. ``server``: the phase by the front end's own lines."""
+
+    phases: Mapping[str, RankPhase] = field(default_factory=dict)
+    lines: Mapping[str, Sequence[str]] = field(default_factory=dict)
+    tail: str = ""
+    pids: Mapping[int, Rank] = field(default_factory=dict)
+    server: RankPhase | None = None
+
+
+def read(record: ServerRecord, grammar: LogGrammar | None) -> Log:
+    """Phases from the whole log, last lines from its end."""
+    phases: Mapping[str, RankPhase] = {}
+    pids: Mapping[int, Rank] = {}
+    server: RankPhase | None = None
+    if grammar is not None:
+        with suppress(OSError):
+            reader = read_log(record.log, grammar)
+            phases, pids, server = reader.ranks(), reader.pids, reader.server
+    tail = _tail(record.log)
+    return Log(phases, _by_rank(tail, grammar), tail, pids, server)
+
+
+def facts(record: ServerRecord) -> tuple[LogFact, ...]:
+    """What the log says of a failure."""
+    found = triage.explain([str(record.log)], record.engine)
+    facts = [LogFact(hint, "log") for hint in (*found.degraded, *found.hints) if "gpuserve " not in hint]  # no how-to
+    if found.cause is not None and found.verdict in _FATAL:
+        witness = f"{record.log.name}, line {found.cause.number}"
+        facts.insert(0, LogFact(found.cause.line, witness, found.verdict, found.cause.rank))
+    return tuple(facts)
+
+
+def said_more(path: Path, since: int, engine: Engine | None) -> bool:
+    """The log has lines after byte ``since`` that are no heartbeats (the watcher's own GET /metrics is one)."""
+    try:
+        with path.open("rb") as log:
+            log.seek(since)
+            lines = log.read(1 << 20).splitlines()
+    except OSError:
+        return True
+    beats = engine.grammar.heartbeats if engine else ()
+    return any(line.strip() and not any(beat.search(line) for beat in beats) for line in lines)
+
+
+def size_of(path: Path) -> int | None:
+    try:
+        return path.stat().st_size
+    except OSError:
+        return None
+
+
+def _tail(path: Path) -> str:
+    """The end of a log: of progress bars only the newest, colours removed."""
+    try:
+        with path.open("rb") as file:
+            size = file.seek(0, os.SEEK_END)
+            file.seek(max(0, size - _TAIL_BYTES))
+            data = file.read(_TAIL_BYTES)
+    except OSError:
+        return ""
+    text = _BROKEN.sub("", data.decode(errors="replace"))
+    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return "\n".join(lines[1:] if size > _TAIL_BYTES and len(lines) > 1 else lines)
+
+
+def _by_rank(tail: str, grammar: LogGrammar | None, keep: int = 3) -> dict[str, list[str]]:
+    """The last lines of each rank. Heartbeats are folded: a wait loop must not hide what was said before it."""
+    found: dict[str, list[str]] = defaultdict(list)
+    beats: Counter[str] = Counter()
+    for line in reversed(tail.split("\n")):
+        if not line.strip():
+            continue
+        raw = line.encode(errors="replace")
+        label, begin = _label(line, grammar)
+        if grammar is not None and any(beat.search(raw) for beat in grammar.heartbeats):
+            beats[label] += 1
+            if beats[label] > 1:
+                continue
+        if len(found[label]) < keep:
+            found[label].insert(0, line[begin:])
+    return dict(sorted(found.items()))
+
+
+def _label(line: str, grammar: LogGrammar | None) -> tuple[str, int]:
+    """Whose line it is, and where it begins: a progress bar may be glued in front."""
+    found = grammar.rank.search(line.encode(errors="replace")) if grammar is not None else None
+    if found is None:
+        return "server", 0
+    groups = {name: int(value) for name, value in found.groupdict().items() if value and value.isdigit()}
+    numbers = {name: groups[name] for name in ("tp", "pp", "dp", "ep") if name in groups}
+    if not numbers and "world" in groups:
+        numbers = {"tp": groups["world"]}
+    begin = len(found.string[: found.start()].decode(errors="replace"))
+    return (Rank(**numbers).label, begin) if numbers else ("server", 0)
