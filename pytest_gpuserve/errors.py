@@ -37,3 +37,10 @@ class ServerHungError(ServerError):
 
 class ServerExitedError(ServerError):
     """A ready server's process ended by itself (exit code 0 is no excuse: vLLM 0.32 exits 0 after a worker's death)."""
+
+
+class DegradedError(ServerError, AssertionError):
+    """A server works, worse than a test asked for. The message has both numbers: what was asked and what was found."""
+
+    def __init__(self, message: str, *, verdict: str = "degraded", incident: str | None = None) -> None:
+        super().__init__(message, verdict=verdict, incident=incident)

@@ -15,7 +15,7 @@ from ..vocabulary import Verdict
 from .model import ProcessDump
 
 if TYPE_CHECKING:
-    from ..watch.phases import RankPhase
+    from ..phases.reader import RankPhase
 
 NO_PROGRESS = frozenset({"no_progress", "startup_budget", "request_timeout", "test_timeout"})
 """Reasons for an incident that come with a suspicion; ``manual`` and others come with none."""

@@ -9,8 +9,8 @@ from pathlib import Path
 from typing import Final
 
 from ..engines.base import Rank
+from ..phases.reader import RankPhase
 from ..vocabulary import PHASES, Phase
-from ..watch.phases import RankPhase
 from .triage_lines import clock
 from .triage_session import Session
 

@@ -9,7 +9,7 @@ from dataclasses import replace
 from typing import Final
 
 from ..engines.base import LogGrammar
-from ..watch.phases import PhaseReader
+from ..phases.reader import PhaseReader
 from .speculation_figures import Figures
 from .tracebacks import Chain, Tracebacks
 from .triage_events import LONGEST_QUOTE, Complaint, from_chain, from_line

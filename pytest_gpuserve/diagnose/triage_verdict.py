@@ -7,8 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Final
 
+from ..phases.reader import RankPhase
 from ..vocabulary import PHASES, Phase, Verdict
-from ..watch.phases import RankPhase
 from .triage_events import Complaint, choose
 from .triage_lines import Line
 from .triage_rules import DEPTHS, Rule, Rules

@@ -13,8 +13,8 @@ from pathlib import Path
 from ..diagnose import triage
 from ..diagnose.evidence import LogFact
 from ..engines.base import Engine, LogGrammar, Rank
+from ..phases.reader import RankPhase, read_log
 from ..server.record import ServerRecord
-from ..watch.phases import RankPhase, read_log
 
 _TAIL_BYTES = 256 << 10
 _FATAL = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})

@@ -19,9 +19,9 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from ..phases.rank_phase import RankPhase
 from ..server.control import Event
 from ..server.record import ServerRecord
-from ..watch.rank_phase import RankPhase
 from ..watch.samples import NAME as SAMPLES
 from .logs import Log
 

@@ -24,7 +24,8 @@ from .record import ServerRecord, processes
 if TYPE_CHECKING:
     import requests
 
-    from ..watch.phases import RankPhase
+    from ..phases.rank_phase import RankPhase
+    from ..vocabulary import Phase
 
 TIMEOUT = (10.0, 300.0)
 """Seconds for a connection, and between two pieces of an answer, unless the test says otherwise."""
@@ -259,9 +260,20 @@ class Server:
     @property
     def phases(self) -> dict[str, RankPhase]:
         """The phase of every rank, by label, read from the log."""
-        from ..watch.phases import read_phases
+        from ..phases.reader import read_phases
 
         return dict(read_phases(self.log_path, self._engine.grammar))
+
+    def assert_phase(self, phase: Phase, *, max_s: float) -> dict[str, float]:
+        """Seconds of ``phase`` by rank, such as ``{"TP0": 34.0}``, from the log; none may be above ``max_s``.
+
+        Raises:
+            DegradedError: an AssertionError that names the slowest rank, or says that the phase never ran.
+            SpecError: there is no such phase.
+        """
+        from ..phases.limits import within
+
+        return within(self.phases, phase, max_s, self.spec.id)
 
     def ranks(self) -> dict[str, int]:
         """pid of every rank that runs now, by label (``TP3``); empty for engines that title no process."""

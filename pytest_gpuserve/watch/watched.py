@@ -17,15 +17,15 @@ from .. import gpu, procfs
 from ..engines import get_engine
 from ..engines.base import LogGrammar, ProcessRole
 from ..errors import EngineError
+from ..phases.log_follower import LogFollower
+from ..phases.reader import PhaseReader
 from ..server import inflight
 from ..server.control import Control
 from ..server.record import ServerRecord, current_test
 from ..vocabulary import PHASES, Phase
 from . import budgets as learning
 from .budgets import Budgets
-from .log_follower import LogFollower
 from .metrics import Poller
-from .phases import PhaseReader
 from .proc_tree import ProcessTable, ProcTree, RoleOf
 from .progress import Monitor, Reading
 from .sample import GpuSample, Sample

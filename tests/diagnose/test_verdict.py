@@ -14,7 +14,7 @@ from pytest_gpuserve.diagnose.parse import read_dumps
 from pytest_gpuserve.diagnose.verdict import judge
 from pytest_gpuserve.engines.base import Rank
 from pytest_gpuserve.gpu import Gpu
-from pytest_gpuserve.watch.phases import RankPhase
+from pytest_gpuserve.phases.reader import RankPhase
 
 DATA = Path(__file__).parent.parent / "data"
 HUNG = Progress("hung", still=41.0, window=30.0, last="log")

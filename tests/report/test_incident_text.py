@@ -17,6 +17,7 @@ from pytest_gpuserve.diagnose.model import Frame, Judgement, ProcessDump, Thread
 from pytest_gpuserve.diagnose.parse import read_dumps
 from pytest_gpuserve.diagnose.verdict import judge
 from pytest_gpuserve.engines.base import ProcessRole, Rank
+from pytest_gpuserve.phases.reader import RankPhase
 from pytest_gpuserve.procfs import ProcessId
 from pytest_gpuserve.report import gather, logs
 from pytest_gpuserve.report.blame import Decision
@@ -24,7 +25,6 @@ from pytest_gpuserve.report.incident_text import Words, stacks_text, summary, ve
 from pytest_gpuserve.report.redact import Redactor
 from pytest_gpuserve.server.record import ServerRecord
 from pytest_gpuserve.spec import ServerSpec
-from pytest_gpuserve.watch.phases import RankPhase
 
 
 def dump(number, *names, problem=None, state="S", title=None, **facts):

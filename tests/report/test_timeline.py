@@ -9,6 +9,7 @@ from typing import Any
 
 import pytest
 
+from pytest_gpuserve.phases.rank_phase import RankPhase
 from pytest_gpuserve.procfs import ProcessId
 from pytest_gpuserve.report.files import Store
 from pytest_gpuserve.report.logs import Log
@@ -17,7 +18,6 @@ from pytest_gpuserve.report.timeline import timeline
 from pytest_gpuserve.server.control import Event
 from pytest_gpuserve.server.record import ServerRecord
 from pytest_gpuserve.spec import ServerSpec
-from pytest_gpuserve.watch.rank_phase import RankPhase
 
 LOADING = RankPhase("weight_load", 120.0, 12, 64, history=(("spawn", 100.0, 110.0), ("distributed_init", 110.0, 120.0)))
 LOADED = RankPhase(

@@ -10,7 +10,7 @@ import pytest
 
 from pytest_gpuserve.engines import sglang, vllm
 from pytest_gpuserve.engines.sim import GRAMMAR
-from pytest_gpuserve.watch.phases import read_phases
+from pytest_gpuserve.phases.reader import read_phases
 
 STAMP = r"\[20\d\d-\d\d-\d\d \d\d:\d\d:\d\d"
 

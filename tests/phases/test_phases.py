@@ -14,8 +14,8 @@ from hypothesis import strategies as st
 
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.engines.base import LogGrammar
-from pytest_gpuserve.watch.log_follower import LogFollower
-from pytest_gpuserve.watch.phases import MAX_LINE, PhaseReader, RankPhase, read_phases
+from pytest_gpuserve.phases.log_follower import LogFollower
+from pytest_gpuserve.phases.reader import MAX_LINE, PhaseReader, RankPhase, read_phases
 
 LOGS = Path(__file__).parent.parent / "data" / "logs"
 EXPECTED = json.loads((LOGS / "phases.json").read_text())

@@ -6,7 +6,7 @@ import os
 from pathlib import Path
 from typing import Final
 
-from .phases import PhaseReader
+from .reader import PhaseReader
 
 BLOCK: Final = 1 << 20
 """Bytes read at once."""
