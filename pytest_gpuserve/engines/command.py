@@ -27,7 +27,8 @@ class Command:
         """The template, filled in. ``args`` are appended as flags.
 
         Raises:
-            SpecError: there is no command, a placeholder is unknown, or {model} is used without a model.
+            SpecError: there is no command or it never says {port}, a placeholder is unknown, or {model} is used without
+                a model.
             EngineError: the spec has axes, which only known engines can express.
         """
         if not spec.command:
@@ -39,6 +40,12 @@ class Command:
             raise EngineError(
                 f'engine "command" does not know what {spec.axes[0][0]} means: say it in the command itself, with '
                 f"args or with env, and take the axis out of the mark."
+            )
+        if not any("{port}" in word.replace("{{port}}", "") for word in spec.command):
+            raise SpecError(
+                f"the command {list(spec.command)!r} never says {{port}}: each start has a port of its own, and the "
+                'server must listen there. Put {port} where it takes its port: "--port", "{port}", or, for an '
+                'environment variable, "env", "PORT={port}" in front.'
             )
         model = local_path(spec.model, "model", spec) if spec.model else None
         values = {"port": port, "host": host, "model": model, "tp": spec.tp, "python": python}

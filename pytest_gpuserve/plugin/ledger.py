@@ -38,6 +38,10 @@ class Ledger:
     def starting(self, spec: ServerSpec) -> None:
         self._row(spec).started += 1
 
+    def not_started(self, spec: ServerSpec) -> None:
+        """There is no such program, or it cannot be asked: nothing was launched."""
+        self._row(spec).started -= 1
+
     def reused(self, server: Server) -> None:
         self._row(server.spec).reused += 1
 

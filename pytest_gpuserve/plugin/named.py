@@ -34,6 +34,10 @@ def named(config: pytest.Config, kind: str, name: str) -> tuple[Mapping[str, Any
         if name in tables:
             return tables[name], f"[{kind} {name}] in {path}"
         known += tables
+    from ..engines import engine_names
+
+    if kind == "servers" and name in engine_names():
+        raise SpecError(f"{name!r} is an engine, not a server of your configuration: write engine={name!r}.")
     raise SpecError(
         f"there is no {kind} table called {name!r}. Known: {', '.join(known) or 'none'}. Add "
         f"[tool.gpuserve.{kind}.{name}] to {config.rootpath / 'pyproject.toml'}, or change the name in the mark."

@@ -239,6 +239,7 @@ class Pool:
             for release in self._leasing.give_back(lease, None, ()):
                 state.ledger.trouble(f"{spec.id}: {release.text}")
             if not isinstance(error, ServerStartError):
+                state.ledger.not_started(spec)
                 raise
             state.ledger.start_failed(spec, error, item.nodeid if item is not None else None)
             reason = f"it did not start ({error.verdict}{f', {error.incident}' if error.incident else ''})"

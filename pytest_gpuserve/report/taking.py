@@ -181,10 +181,10 @@ class Taking:
     # Stacks
 
     def _round(self, number: int) -> None:
-        """One round of the server's processes and, beside them, the test's own."""
+        """One round of the server's processes and, beside them, the test's own (which explains no crash)."""
         record = self._record
         everyone = gather.tree(record, processes(record))
-        owner = procfs.stat(record.owner.pid)
+        owner = procfs.stat(record.owner.pid) if self._scene.server_exit is None else None
         if owner is not None and owner.id == record.owner and owner.pid not in {s.pid for s in everyone}:
             everyone.append(owner)
         dumps = stacks.take(
@@ -250,8 +250,10 @@ class Taking:
     # Other evidence
 
     def _start_probe(self) -> Later[Probe | None] | None:
-        """Not of a server that starts: it cannot answer yet."""
+        """Not of a server that starts, which cannot answer yet, nor of one that is gone to its last process."""
         if self._scene.reason == "startup_budget":
+            return None
+        if self._scene.server_exit is not None and not processes(self._record):
             return None
         return Later[Probe | None](lambda: ask(self._record, self._engine, self._patience), None)
 

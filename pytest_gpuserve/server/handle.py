@@ -34,6 +34,9 @@ REQUEST_ALARM = "request_timeout"
 QUIET = 60.0
 """Seconds after an incident that spared the server during which another timed-out request takes none."""
 
+DYING = 1.0
+"""Seconds after an answer of 500, 502, 503 or 504 within which the server's end is taken for the reason."""
+
 ORPHAN_GRACE = 0.5
 """Seconds that the processes get which a server left that ended by itself."""
 
@@ -142,7 +145,7 @@ class Server:
 
         Raises:
             ServerHungError: we ended the server because it hung; the message is the incident's.
-            ServerExitedError: the server ended by itself.
+            ServerExitedError: the server ended by itself, also where it could still answer 5xx before it did.
             requests.Timeout: no answer in time from a server that is healthy by its stacks; an incident was written.
             requests.ConnectionError: the connection broke and the server lives.
         """
@@ -159,6 +162,8 @@ class Server:
                 response = self._session.request(method, self.url + path, **options)
         except _lost() as error:
             raise (self._timed_out if _silent(error) else self._broken)(error, since) from error
+        if response.status_code in (500, 502, 503, 504) and (fate := self._fate_soon(since)):
+            raise fate
         if options.get("stream"):
             self._guard(response, since)
         return response
@@ -182,6 +187,13 @@ class Server:
         patience = 15.0 if "Connection refused" in str(error) else 1.0
         self.control.wait(lambda events: any(e.kind in ("killing", "exited") for e in events[since:]), patience)
         return self._fate(since) or error
+
+    def _fate_soon(self, since: int) -> ServerError | None:
+        """For a front end that answers for dead workers: it is about to end itself, often within the second."""
+        ends = ("killing", "exited")
+        if self.control.wait(lambda events: any(e.kind in ends for e in events[since:]), DYING):
+            return self._fate(since)
+        return self._ended()
 
     def _fate(self, since: int) -> ServerError | None:
         """The error for a server that has ended; None while it runs."""

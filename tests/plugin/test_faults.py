@@ -201,7 +201,7 @@ def test_a_second_start_failure_skips_the_rest_with_the_reason(project):
     project.write(
         test_it=MODULE
         + """
-@mark.gpuserve(engine="command", command=["false"])
+@mark.gpuserve(engine="command", command=["false", "{port}"])
 @mark.parametrize("n", range(4))
 def test_it(server, n):
     well(server)

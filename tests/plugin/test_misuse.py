@@ -124,6 +124,14 @@ CASES = {
         """,
         "the gpuserve_matrix mark of test_it.py::test_it*",
     ),
+    "an engine as a name": (
+        """
+        from pytest import mark
+        @mark.gpuserve("vllm")
+        def test_it(server): pass
+        """,
+        "'vllm' is an engine, not a server of your configuration: write engine='vllm'.*",
+    ),
     "unknown named server": (
         """
         @mark.gpuserve("kimi")

@@ -80,13 +80,13 @@ def test_errors_of_starts_by_hand_can_be_caught_and_end_in_the_tests_own_code(pr
         + """
 def test_caught(gpuserve_pool):
     with pytest.raises(ServerStartError, match="exited with code 3") as caught:
-        gpuserve_pool.get(engine="command", command=["sh", "-c", "exit 3"])
+        gpuserve_pool.get(engine="command", command=["sh", "-c", "exit 3", "{port}"])
     assert caught.value.verdict == "crash"
     with pytest.raises(SpecError, match="gpuserve_pool.get: unknown option 'tpp'"):
         gpuserve_pool.get(engine="sim", tpp=2)
 
 def test_not_caught(gpuserve_pool):
-    gpuserve_pool.get(engine="command", command=["sh", "-c", "exit 4"])
+    gpuserve_pool.get(engine="command", command=["sh", "-c", "exit 4", "{port}"])
 """
     )
     result = project.run()

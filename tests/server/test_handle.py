@@ -55,6 +55,14 @@ def test_requests(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert server.request("GET", "/nothing").status_code == 404
 
 
+def test_a_server_that_answers_500_and_ends(serve: Any) -> None:
+    """SGLang and vLLM answer for a dead rank before they end themselves: the test must not go on with that answer."""
+    server = serve()
+    assert server.post("/status/500", json={}).status_code == 500
+    with pytest.raises(ServerExitedError, match="exited with code 7"):
+        server.get("/last-words")
+
+
 def test_a_fork_has_connections_of_its_own_and_ends_nothing(serve: Any) -> None:
     server = serve()
     server.get("/health")

@@ -205,17 +205,18 @@ def test_a_template_is_filled_in(argv: Callable[..., list[str]], tmp_path: Path)
 
 def test_args_become_flags(argv: Callable[..., list[str]]) -> None:
     args = {"max_len": 5, "--Raw_flag": "x", "-q": None, "on": True, "off": False, "f": 0.5}
-    assert argv("a", args=args) == ["a", "--Raw_flag", "x", "-q", "--f", "0.5", "--max-len", "5", "--on"]
+    assert argv("a{port}", args=args) == ["a8123", "--Raw_flag", "x", "-q", "--f", "0.5", "--max-len", "5", "--on"]
 
 
 @pytest.mark.parametrize(
     ("error", "text", "keys"),
     [
         (SpecError, "needs a command", {}),
-        (SpecError, "unknown placeholder {prot}", {"command": ["a", "{prot}"]}),
-        (SpecError, "needs a model", {"command": ["a", "{model}"]}),
-        (SpecError, "does not exist", {"command": ["a", "{model}"], "model": "/no/such/model"}),
-        (SpecError, "does not exist", {"command": ["a"], "model": "./no/such/model"}),
+        (SpecError, "unknown placeholder {prot}", {"command": ["a", "{port}", "{prot}"]}),
+        (SpecError, "needs a model", {"command": ["a{port}", "{model}"]}),
+        (SpecError, 'never says {port}.*port of its own.*"env", "PORT={port}"', {"command": ["a", "{{port}}"]}),
+        (SpecError, "does not exist", {"command": ["a{port}", "{model}"], "model": "/no/such/model"}),
+        (SpecError, "does not exist", {"command": ["a{port}"], "model": "./no/such/model"}),
         (EngineError, "cuda_graph", {"command": ["a"], "cuda_graph": "on"}),
     ],
 )

@@ -112,8 +112,8 @@ def test_what_a_crashed_server_left_goes_with_it(serve: Any, tagged: Any) -> Non
     ("command", "text"),
     [
         (["/no/such/program", "{port}"], "/no/such/program: No such file or directory"),
-        (["no-such-program-anywhere"], "no-such-program-anywhere: not found in PATH"),
-        (["/dev/null"], "/dev/null: Permission denied"),
+        (["no-such-program-anywhere", "{port}"], "no-such-program-anywhere: not found in PATH"),
+        (["/dev/null", "{port}"], "/dev/null: Permission denied"),
     ],
 )
 def test_a_program_that_cannot_be_run(serve: Any, command: list[str], text: str) -> None:
@@ -128,7 +128,7 @@ def test_a_file_that_is_no_program(serve: Any, tmp_path: Path) -> None:
     program.write_bytes(b"\x7fELF nonsense")
     program.chmod(0o755)
     with pytest.raises(EngineError, match="Exec format error"):
-        serve(spec={"command": [str(program)]})
+        serve(spec={"command": [str(program), "{port}"]})
 
 
 def test_a_directory_that_is_none(serve: Any) -> None:

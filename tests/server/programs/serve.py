@@ -29,6 +29,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
             self.wfile.write(b"begin")
             self.wfile.flush()
             time.sleep(600)
+        if self.path == "/last-words":
+            threading.Timer(0.3, os._exit, (7,)).start()
+            self.answer(500, b"{}")
+            return
         if self.path == "/die":
             os._exit(7)
         if self.path == "/reset":
