@@ -6,9 +6,8 @@ import os
 import re
 import subprocess
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
-from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -18,6 +17,7 @@ from ..spec import ServerSpec
 from .control import Control, Event, SupervisorGoneError
 from .inflight import Requests
 from .ports import Port
+from .prometheus import Sample, parse_metrics
 from .readiness import exit_text, incidents, log_tail, lost_supervisor, settle, shown_tail
 from .record import ServerRecord, processes
 
@@ -26,6 +26,9 @@ if TYPE_CHECKING:
 
     from ..phases.rank_phase import RankPhase
     from ..vocabulary import Phase
+    from .greedy import Difference, Greedy
+    from .spec_decode import SpecDecode
+    from .throughput import Throughput
 
 TIMEOUT = (10.0, 300.0)
 """Seconds for a connection, and between two pieces of an answer, unless the test says otherwise."""
@@ -41,30 +44,6 @@ ORPHAN_GRACE = 0.5
 """Seconds that the processes get which a server left that ended by itself."""
 
 _GIVE_UP = 20.0  # seconds after SIGKILL until the supervisor reports what would not die, and a margin
-_SAMPLE = re.compile(r"([A-Za-z_:][\w:]*)(?:\{(.*)\})?\s+([^\s]+)(?:\s+-?\d+)?\s*")
-_LABEL = re.compile(r'([A-Za-z_]\w*)\s*=\s*"((?:[^"\\]|\\.)*)"')
-
-
-@dataclass(frozen=True, slots=True)
-class Sample:
-    """One line of Prometheus text."""
-
-    name: str
-    labels: Mapping[str, str]
-    value: float
-
-
-def parse_metrics(text: str) -> list[Sample]:
-    """Samples of a Prometheus (or OpenMetrics) text; lines that are none are passed over."""
-    found = []
-    for line in text.splitlines():
-        match = _SAMPLE.fullmatch(line.split(" # ", 1)[0].strip()) if line and line[0] != "#" else None
-        if match:
-            with suppress(ValueError):
-                name, labels, value = match.groups()
-                unescaped = {k: re.sub(r"\\(.)", _unescape, v) for k, v in _LABEL.findall(labels or "")}
-                found.append(Sample(name, unescaped, float(value)))
-    return found
 
 
 def _lost() -> tuple[type[requests.RequestException], ...]:
@@ -79,10 +58,6 @@ def _silent(error: Exception) -> bool:
     import requests
 
     return isinstance(error, requests.Timeout) or "Read timed out" in str(error)
-
-
-def _unescape(match: re.Match[str]) -> str:
-    return "\n" if match[1] == "n" else match[1]
 
 
 class Server:
@@ -286,6 +261,41 @@ class Server:
         from ..phases.limits import within
 
         return within(self.phases, phase, max_s, self.spec.id)
+
+    @property
+    def spec_decode(self) -> SpecDecode:
+        """Speculative decoding so far: ``accept_rate``, ``accept_length``; ``later - earlier`` is a window.
+
+        Every figure of a server without speculation, or without counters, is None.
+        """
+        from .spec_decode import ask
+
+        return ask(self)
+
+    def throughput(self, **options: Any) -> Throughput:
+        """Tokens a second of a few clients, after a warm-up; options are those of :func:`throughput.measure`."""
+        from .throughput import measure
+
+        return measure(self, **options)
+
+    def greedy(self, prompts: Iterable[str], max_tokens: int = 64) -> list[Greedy]:
+        """Completions at temperature 0, to compare with another server's: see :meth:`assert_parity`."""
+        from .greedy import ask
+
+        return ask(self, prompts, max_tokens)
+
+    def assert_parity(self, base: Sequence[Greedy], *, max_tokens: int = 64, epsilon: float = 0.1) -> list[Difference]:
+        """Complete the prompts of ``base``, made by another server's :meth:`greedy`, and compare.
+
+        Returns the differences that prove nothing: where the base's two most likely tokens were within ``epsilon``
+        (nats), bfloat16 may have them change places.
+
+        Raises:
+            DegradedError: an AssertionError: another text where the base was sure.
+        """
+        from .greedy import check
+
+        return check(base, self.greedy([one.prompt for one in base], max_tokens), self.spec.id, epsilon)
 
     def ranks(self) -> dict[str, int]:
         """pid of every rank that runs now, by label (``TP3``); empty for engines that title no process."""

@@ -23,9 +23,10 @@ class EngineDead(Exception):
 class Generation:
     """One sequence in flight. Tokens come in steps: (how many, text, why it ended or "")."""
 
-    def __init__(self, client: EngineClient, id: int) -> None:
+    def __init__(self, client: EngineClient, id: int, counted: bool) -> None:
         self.client = client
         self.id = id
+        self.counted = counted
         self.began = time.monotonic()
         self.first: float | None = None
         self.queue: SimpleQueue[tuple[int, str, str]] = SimpleQueue()
@@ -61,6 +62,7 @@ class Choice:
         self.reason = ""
         self.tokens = 0
         self._sent = 0
+        self._closed = False
 
     def take(self, tokens: int, text: str, ended: str) -> str:
         """Add a step; returns what may be shown of it."""
@@ -73,6 +75,10 @@ class Choice:
         return shown
 
     def close(self, metrics: Metrics) -> None:
+        """Count it as finished, or aborted; once."""
+        if self._closed:
+            return
+        self._closed = True
         reason = self.reason or "abort"
         self.generation.close(reason)
         metrics.finished(reason, self.generation.first, time.monotonic() - self.generation.began)
@@ -100,7 +106,7 @@ class EngineClient:
         Raises:
             EngineDead: nobody is left to make tokens.
         """
-        generation = Generation(self, next(self._ids))
+        generation = Generation(self, next(self._ids), counted)
         with self._lock:
             if self.dead:
                 raise EngineDead
@@ -119,7 +125,8 @@ class EngineClient:
         try:
             while True:
                 _, outputs, stats = self.outputs.recv()
-                self.metrics.engine_stats(stats, sum(len(output[1]) for output in outputs))
+                probes = {id for id, generation in self._open.copy().items() if not generation.counted}
+                self.metrics.engine_stats(stats, sum(len(tokens) for id, tokens, *_ in outputs if id not in probes))
                 for id, tokens, *text, ended in outputs:
                     with self._lock:
                         generation = self._open.pop(id, None) if ended else self._open.get(id)

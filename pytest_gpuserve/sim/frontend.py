@@ -255,6 +255,7 @@ class Handler(BaseHTTPRequestHandler):
                 for choice in choices:
                     while not choice.reason:
                         self.step(choice)
+                    choice.close(server.metrics)  # as in the engines, who has the answer finds it counted
                 texts = [(choice.text, choice.reason) for choice in choices]
                 self.reply(200, openai.answer(request, texts, sum(s.tokens for s in choices)))
         finally:
@@ -274,6 +275,8 @@ class Handler(BaseHTTPRequestHandler):
             while running := [(i, s) for i, s in enumerate(choices) if not s.reason]:
                 for index, choice in running:
                     text = self.step(choice)
+                    if choice.reason:
+                        choice.close(self.server.metrics)
                     if text or choice.reason:
                         self.event(json.dumps(openai.chunk(request, index, text, choice.reason or None)))
             if request.usage_in_stream:

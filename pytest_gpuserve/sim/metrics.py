@@ -147,6 +147,8 @@ class Metrics:
         if self.options.speculative:
             lines += _metric("sglang:spec_accept_length", "gauge", rank, length)
             lines += _metric("sglang:spec_accept_rate", "gauge", rank, rate)
+            lines += _metric("sglang:spec_num_steps", "gauge", rank, self.options.spec_steps)
+            lines += _metric("sglang:spec_num_draft_tokens", "gauge", rank, self.options.draft_length + 1)
             lines += _metric("sglang:spec_verify_calls_total", "counter", rank, self.drafts)
         for name, histogram in (
             ("sglang:time_to_first_token_seconds", self.first_token),

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import hashlib
+import math
 import re
 import time
 import uuid
@@ -10,9 +11,13 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from .model import VOCABULARY, WORDS, advance, gap_of
+
 MASK = (1 << 64) - 1
 DEFAULT_MAX_TOKENS = 16
 MAX_CHOICES = 64
+MAX_LOGPROBS = 20
+_GENERATED = re.compile(r" \S+")
 _TOKEN = re.compile(r"\w+|[^\w\s]")
 
 
@@ -45,6 +50,7 @@ class Completion:
     stream: bool
     usage_in_stream: bool
     prompt_tokens: int
+    logprobs: int | None = None
     id: str = field(default_factory=lambda: uuid.uuid4().hex)
     created: int = field(default_factory=lambda: int(time.time()))
 
@@ -100,6 +106,7 @@ def parse(
         stream=_flag(body, "stream"),
         usage_in_stream=bool(options and options.get("include_usage")),
         prompt_tokens=sum(tokens for _, tokens in texts),
+        logprobs=None if chat or body.get("logprobs") is None else _integer(body, "logprobs", 0, 0, MAX_LOGPROBS),
     )
 
 
@@ -115,7 +122,8 @@ def answer(request: Completion, texts: Sequence[tuple[str, str]], generated: int
         content: dict[str, Any] = {"text": text}
         if request.chat:
             content = {"message": {"role": "assistant", "content": text, "tool_calls": None}}
-        choices.append({"index": index, **content, "logprobs": None, "finish_reason": reason})
+        told = None if request.logprobs is None else logprobs(request.prompts[index].state, text, request.logprobs)
+        choices.append({"index": index, **content, "logprobs": told, "finish_reason": reason})
     return {
         "id": ("chatcmpl-" if request.chat else "cmpl-") + request.id,
         "object": "chat.completion" if request.chat else "text_completion",
@@ -123,6 +131,29 @@ def answer(request: Completion, texts: Sequence[tuple[str, str]], generated: int
         "model": request.model,
         "choices": choices,
         "usage": usage(request, generated),
+    }
+
+
+def logprobs(state: int, text: str, count: int) -> dict[str, Any]:
+    """The completion API's object for a text that continues ``state``, in the form of both engines: of every token the
+    ``count`` most likely. The toy model always takes the first; how close the second comes depends on the state."""
+    tokens = _GENERATED.findall(text)
+    offsets, offset = [], 0
+    top: list[dict[str, float]] = []
+    for token in tokens:
+        gap = gap_of(state)
+        best = -math.log1p(math.exp(-gap))
+        first = WORDS.index(token.strip())
+        others = (" " + WORDS[(first + 1 + n) % VOCABULARY] for n in range(max(0, count - 1)))
+        top.append({token: best, **{other: best - gap * (n + 1) - n for n, other in enumerate(others)}})
+        offsets.append(offset)
+        offset += len(token)
+        state = advance(state, first)
+    return {
+        "text_offset": offsets,
+        "token_logprobs": [entry[token] for token, entry in zip(tokens, top, strict=True)],
+        "tokens": tokens,
+        "top_logprobs": top,
     }
 
 
