@@ -11,7 +11,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import lru_cache
 from pathlib import Path
 
@@ -136,8 +136,13 @@ def frozen(pid: int) -> Iterator[None]:
     finally:
         (group / "cgroup.freeze").write_text("0")
         os.kill(pid, signal.SIGKILL)
-        until(lambda: not (group / "cgroup.procs").read_text(), "an empty cgroup")
+        until(lambda: _removed(group), "the end of an empty cgroup")  # busy for a moment after its last process
+
+
+def _removed(group: Path) -> bool:
+    with suppress(OSError):
         group.rmdir()
+    return not group.exists()
 
 
 @contextmanager
