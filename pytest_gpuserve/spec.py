@@ -14,7 +14,7 @@ from .errors import SpecError
 
 Scalar = str | int | float | bool | None
 
-SPEC_KEYS = ("engine", "model", "tp", "axes", "args", "env", "command", "ready", "python", "cwd")
+SPEC_KEYS = ("engine", "model", "tp", "axes", "args", "env", "command", "ready", "python", "cwd", "uses_gpus")
 """What a mark, a named spec or ``--gpuserve-set`` may say; the axes of AXES are accepted at the top level too."""
 
 AXES = (
@@ -86,6 +86,7 @@ class ServerSpec:
         ready: URL path that answers 200 when the server is ready; None is the engine's own.
         python: interpreter that runs the engine; None is the one that runs pytest.
         cwd: working directory of the server; None is pytest's.
+        uses_gpus: whether GPUs are leased for it; None: what the engine says.
     """
 
     engine: str
@@ -98,6 +99,7 @@ class ServerSpec:
     ready: str | None = None
     python: str | None = None
     cwd: str | None = None
+    uses_gpus: bool | None = None
 
     @property
     def key(self) -> str:
@@ -135,7 +137,7 @@ class ServerSpec:
 
     def to_json(self) -> dict[str, Any]:
         """A JSON object that :meth:`from_mapping` reads back to an equal spec."""
-        return {
+        found = {
             "engine": self.engine,
             "model": self.model,
             "tp": self.tp,
@@ -147,6 +149,7 @@ class ServerSpec:
             "python": self.python,
             "cwd": self.cwd,
         }
+        return found if self.uses_gpus is None else {**found, "uses_gpus": self.uses_gpus}
 
     @classmethod
     def from_mapping(cls, values: Mapping[str, object], *, source: str = "the gpuserve mark") -> ServerSpec:
@@ -181,6 +184,9 @@ class ServerSpec:
             tp = int(tp)
         if not isinstance(tp, int) or isinstance(tp, bool) or tp < 1:
             raise SpecError(f"{source}: tp must be a whole number of GPUs, 1 or more, not {tp!r}.")
+        uses_gpus = values.get("uses_gpus")
+        if uses_gpus is not None and not isinstance(uses_gpus, bool):
+            raise SpecError(f"{source}: uses_gpus must be True or False, not {uses_gpus!r}.")
         command = values.get("command") or ()
         if isinstance(command, str) or not isinstance(command, Sequence):
             raise SpecError(f"{source}: command must be a list of arguments (no shell), not {command!r}.")
@@ -205,6 +211,7 @@ class ServerSpec:
             ready=_text(values.get("ready"), "ready", source),
             python=_text(values.get("python"), "python", source),
             cwd=_text(values.get("cwd"), "cwd", source),
+            uses_gpus=uses_gpus,
         )
 
 

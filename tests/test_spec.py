@@ -50,7 +50,8 @@ def test_order_of_axes_and_of_keys_makes_no_other_server() -> None:
 
 
 @pytest.mark.parametrize(
-    "change", [{"tp": 2}, {"model": "m"}, {"env": {"A": "1"}}, {"args": {"x": None}}, {"ready": "/r"}]
+    "change",
+    [{"tp": 2}, {"model": "m"}, {"env": {"A": "1"}}, {"args": {"x": None}}, {"ready": "/r"}, {"uses_gpus": True}],
 )
 def test_whatever_is_launched_makes_another_server(change: dict[str, object]) -> None:
     assert ServerSpec.from_mapping({"engine": "sim", **change}).key != ServerSpec("sim").key

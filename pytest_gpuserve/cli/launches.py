@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
-from ..engines import get_engine
+from ..engines import uses_gpus
 from ..engines.base import Engine, Launch
 from ..errors import EngineError, GpuserveError, ServerError
 from ..isolation.deltas import Command
@@ -166,7 +166,7 @@ class Launcher:
     @contextlib.contextmanager
     def _gpus(self, spec: ServerSpec, say: Say) -> Iterator[tuple[tuple[str, ...], tuple[int, ...], list[int]]]:
         pids: list[int] = []
-        if not self._pool.counted or not getattr(get_engine(spec.engine), "uses_gpus", spec.engine != "sim"):
+        if not self._pool.counted or not uses_gpus(spec):
             yield (), (), pids
             return
         lease = acquire(spec.tp, self._pool, on_wait=say, evict_idle=lambda: False, limit=3600.0, label=spec.id)

@@ -7,6 +7,7 @@ from importlib.metadata import entry_points
 from typing import cast
 
 from ..errors import EngineError
+from ..spec import ServerSpec
 from .base import Engine, Launch, LogGrammar, PhaseRule, ProcessRole, Rank, ReadyProbe
 
 __all__ = [
@@ -20,6 +21,7 @@ __all__ = [
     "ReadyProbe",
     "engine_names",
     "get_engine",
+    "uses_gpus",
 ]
 
 ENTRY_POINT_GROUP = "pytest_gpuserve.engines"
@@ -34,6 +36,15 @@ def engine_names() -> tuple[str, ...]:
         *_BUILT_IN,
         *sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - set(_BUILT_IN)),
     )
+
+
+def uses_gpus(spec: ServerSpec) -> bool:
+    """What the spec says, or else its engine: False where no GPU is to be leased.
+
+    Raises:
+        EngineError: there is no such engine.
+    """
+    return spec.uses_gpus if spec.uses_gpus is not None else bool(getattr(get_engine(spec.engine), "uses_gpus", True))
 
 
 def get_engine(name: str) -> Engine:

@@ -212,9 +212,17 @@ def lower_bound(units: Sequence[Unit], *, workers: int, gpus: int | None) -> flo
 
 
 def plan_text(
-    tests: Sequence[PlannedTest], durations: Mapping[str, float], *, workers: int = 1, gpus: int | None = None
+    tests: Sequence[PlannedTest],
+    durations: Mapping[str, float],
+    *,
+    workers: int = 1,
+    gpus: int | None = None,
+    max_uses: int = 0,
 ) -> list[str]:
-    """Lines of ``--gpuserve=plan``: each server with its tests, GPUs and expected minutes, in the order of a run."""
+    """Lines of ``--gpuserve=plan``: each server with its tests, GPUs and expected minutes, in the order of a run.
+
+    ``max_uses``: tests after which a server is started afresh; 0: never.
+    """
     units = make_units(tests, durations)
     servers = [unit for unit in units if unit.server]
     if workers > 1:
@@ -228,10 +236,11 @@ def plan_text(
             lines.append(f"    cannot run here: {unit.gpus} GPUs wanted, {gpus} to lease")
     served = sum(len(unit.tests) for unit in servers)
     others = len(tests) - served
+    starts = sum(math.ceil(len(unit.tests) / (max_uses or len(unit.tests))) for unit in servers)
     lines.append(
-        f"{_count(len(servers), 'server')} to start for {_count(served, 'test')}"
+        f"{_count(starts, 'server')} to start for {_count(served, 'test')}"
         + (f"; {_count(others, 'test')} without one" if others else "")
-        + (f"; {_count(served - len(servers), 'start')} fewer than one a test" if served > len(servers) else "")
+        + (f"; {_count(served - starts, 'start')} fewer than one a test" if served > starts else "")
         + ". Nothing was started."
     )
     known = sum(unit.seconds is not None for unit in servers)

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ..engines import uses_gpus
 from ..gpu import Gpu, Reading, query, visible
 from .marks import capabilities
 from .state import PROBLEM, WANTED, State, uses_pool
@@ -83,13 +84,6 @@ def suitable_gpus(item: pytest.Item | None, units: Sequence[Gpu]) -> list[Gpu]:
     return [
         g for g in units if g.capability and (g.capability in exact or (least is not None and g.capability >= least))
     ]
-
-
-def uses_gpus(spec: ServerSpec) -> bool:
-    """False for engines that say they need no GPU."""
-    from ..engines import get_engine
-
-    return bool(getattr(get_engine(spec.engine), "uses_gpus", True))
 
 
 def visible_to(config: pytest.Config, spec: ServerSpec | None) -> tuple[Gpu, ...]:

@@ -66,7 +66,7 @@ def _to_lease(state: State) -> int | None:
 def server_of(item: pytest.Item) -> tuple[str, str, int] | None:
     """Of a test whose marks have been read."""
     wanted = item.stash.get(WANTED, None)
-    return None if wanted is None else (wanted.spec.key, wanted.spec.id, wanted.spec.tp)
+    return None if wanted is None else (wanted.key, wanted.spec.id, wanted.spec.tp)
 
 
 class Distributor:

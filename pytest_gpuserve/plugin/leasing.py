@@ -11,12 +11,13 @@ from typing import TYPE_CHECKING
 
 import pytest
 
+from ..engines import uses_gpus
 from ..errors import SpecError
 from ..gpu import Release
 from ..server.lease_policy import Device, candidates
 from ..server.leases import GpuPool, Lease, LeaseError, acquire, gpu_pool
 from ..text import escape
-from .checks import reading, suitable_gpus, uses_gpus, visible_to
+from .checks import reading, suitable_gpus, visible_to
 
 if TYPE_CHECKING:
     from ..server.handle import Server

@@ -14,7 +14,7 @@ if TYPE_CHECKING:
 
 @dataclass(slots=True)
 class Row:
-    """One configuration."""
+    """One configuration. ``retired``: why servers were not used again, and how often."""
 
     id: str
     started: int = 0
@@ -22,6 +22,7 @@ class Row:
     failed_starts: int = 0
     hung: int = 0
     exited: int = 0
+    retired: dict[str, int] = field(default_factory=dict)
 
 
 @dataclass(slots=True)
@@ -41,6 +42,11 @@ class Ledger:
     def not_started(self, spec: ServerSpec) -> None:
         """There is no such program, or it cannot be asked: nothing was launched."""
         self._row(spec).started -= 1
+
+    def retired(self, spec: ServerSpec, reason: str) -> None:
+        """A server was stopped although tests were still to come, perhaps, that could have used it."""
+        row = self._row(spec)
+        row.retired[reason] = row.retired.get(reason, 0) + 1
 
     def reused(self, server: Server) -> None:
         self._row(server.spec).reused += 1
@@ -72,5 +78,7 @@ class Ledger:
             mine = self.rows.setdefault(key, Row(row["id"]))
             for name in ("started", "reused", "failed_starts", "hung", "exited"):
                 setattr(mine, name, getattr(mine, name) + row[name])
+            for reason, count in row["retired"].items():
+                mine.retired[reason] = mine.retired.get(reason, 0) + count
         self.incidents += other["incidents"]
         self.troubles += other["troubles"]

@@ -41,6 +41,7 @@ class Settings:
             None: nobody watches.
         session_deadline: wall-clock time (as time.time()) at which every server is dumped; None: no deadline.
         artifacts: where incidents go; None: nowhere but the state directory.
+        max_uses: tests that one server may serve; 0: any number.
         override: what ``--gpuserve-set`` launches, stronger than marks.
         defaults: what the configuration file launches, weaker than marks.
         chosen: the options that were given on the command line or in the environment.
@@ -58,6 +59,7 @@ class Settings:
     gpus: str = "auto"
     foreign: Literal["wait", "skip", "fail"] = "wait"
     lease_timeout: float = 3600.0
+    max_uses: int = 0
     override: Mapping[str, object] = field(default_factory=dict)
     defaults: Mapping[str, object] = field(default_factory=dict)
     chosen: tuple[str, ...] = ()
@@ -172,6 +174,12 @@ def deadline(text: str, source: Source, now: float | None = None) -> float | Non
     return when
 
 
+def _count(text: str, source: Source) -> int:
+    if not text.isdecimal():
+        raise pytest.UsageError(f"{source}: {text!r} is no whole number, 0 or more.")
+    return int(text)
+
+
 def _stall(text: str, source: Source) -> float | Literal["auto"] | None:
     return "auto" if text == "auto" else None if text == "off" else seconds(text, source)
 
@@ -229,6 +237,9 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option("known-failures", lambda text, _: text, "", "file of cells that are expected to fail (docs/)", "FILE"),
     Option("lease-timeout", seconds, "3600", "how long a test may wait for GPUs that others hold", "SECONDS"),
+    Option(
+        "max-uses", _count, "0", "tests that one server may serve before a fresh one is started; 0: any number", "N"
+    ),
     Option(
         "session-deadline",
         deadline,
@@ -301,6 +312,7 @@ def read_settings(config: pytest.Config) -> Settings:
         gpus=values["gpuserve_gpus"],
         foreign=values["gpuserve_foreign"],
         lease_timeout=values["gpuserve_lease_timeout"],
+        max_uses=values["gpuserve_max_uses"],
         override=override,
         defaults=defaults,
         chosen=(*chosen, "--gpuserve-set") if config.getoption("gpuserve_set", None) else chosen,
@@ -359,7 +371,7 @@ def assignments(lines: Sequence[str], source: Source) -> dict[str, Any]:
         elif key in AXES:
             layer.setdefault("axes", {})[key] = _json_or_text(text)
         elif key in SPEC_KEYS or key == "server":
-            layer[key] = _json_or_text(text) if key in ("tp", "command", "args", "env", "axes") else text
+            layer[key] = _json_or_text(text) if key in ("tp", "command", "args", "env", "axes", "uses_gpus") else text
         else:
             raise pytest.UsageError(
                 f"{source}: there is no {key!r}. Keys: {', '.join(SPEC_KEYS)}, args.FLAG, env.NAME; "

@@ -43,5 +43,5 @@ def together(items: list[pytest.Item]) -> list[pytest.Item]:
     ranks = []
     for n, item in enumerate(items):
         wanted = item.stash.get(WANTED, None)
-        ranks.append(n if wanted is None else first.setdefault(wanted.spec.key, n))
+        ranks.append(n if wanted is None else first.setdefault(wanted.key, n))
     return [items[n] for n in sorted(range(len(items)), key=ranks.__getitem__)]

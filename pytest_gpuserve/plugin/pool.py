@@ -6,6 +6,7 @@ import json
 import os
 import threading
 import time
+import uuid
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
@@ -15,8 +16,8 @@ from typing import TYPE_CHECKING
 import pytest
 
 from .. import procfs
-from ..engines import get_engine
-from ..errors import GpuserveError, ServerStartError, SpecError
+from ..engines import get_engine, uses_gpus
+from ..errors import GpuserveError, ServerError, ServerStartError, SpecError
 from ..report.incident import command
 from ..server.leases import Evictor, Lease, waiting
 from ..server.lifecycle import EXITED, Limits, start
@@ -24,8 +25,8 @@ from ..server.paths import session_directory
 from ..server.reaper import sweep_dead_sessions
 from ..server.record import processes
 from ..spec import ServerSpec
-from .checks import uses_gpus
 from .evidence import SESSION_ALARM, TEST_ALARM, Evidence
+from .fences import answers
 from .leasing import Leasing
 from .options import Settings, alarm_limit, incident_limit
 from .resolve import Wanted, as_layer, build, resolve
@@ -41,6 +42,7 @@ class Slot:
     """A server of ours that runs, or ran.
 
     Attributes:
+        key: of what was asked for; tests that ask for the same share it.
         limits: the session's settings with the limits of the mark that started it.
         lease: its GPUs.
         users: fixtures and tests that hold it now; 0 is idle.
@@ -49,6 +51,7 @@ class Slot:
         armed: the test's alarm is set.
     """
 
+    key: str
     server: Server
     limits: Settings
     lease: Lease
@@ -57,10 +60,6 @@ class Slot:
     tests: int = 0
     retire: str | None = None
     armed: bool = False
-
-    @property
-    def key(self) -> str:
-        return self.server.spec.key
 
     def unfit(self) -> str | None:
         """Why it cannot serve another test; None: it can."""
@@ -102,8 +101,9 @@ class Pool:
         """The running server for ``spec`` (a ServerSpec, a mapping, or the name of a server in the configuration).
 
         Keywords are those of the ``gpuserve`` mark and stronger than ``spec``; with neither, the test's own marks
-        decide. ``--gpuserve-set`` is stronger than all. Starting takes as long as it takes, none of it is charged to
-        the test's timeout. The server is held until the fixture that called, or else the test, is torn down.
+        decide. ``--gpuserve-set`` is stronger than all. ``fresh=True``: a server that nobody else gets. Starting
+        takes as long as it takes, none of it is charged to the test's timeout. The server is held until the fixture
+        that called, or else the test, is torn down.
 
         Raises:
             ServerStartError: it did not become ready; the message says why and where the evidence is.
@@ -116,7 +116,9 @@ class Pool:
             wanted = item.stash.get(WANTED, None) or resolve(item, self._state.settings)
         else:
             layer = as_layer(spec, values, "gpuserve_pool.get")
-            wanted = build(self._state.config, self._state.settings, layer, source="gpuserve_pool.get")
+            wanted = build(
+                self._state.config, self._state.settings, layer, source="gpuserve_pool.get", asker=uuid.uuid4().hex
+            )
         return self._get(wanted, item)
 
     def release(self, server: Server) -> None:
@@ -183,7 +185,7 @@ class Pool:
     def strike(self, slot: Slot, reason: str) -> None:
         """A server hung, or died, under a test."""
         slot.retire = reason
-        self._strikes.setdefault(slot.key, []).append(reason)
+        self._strikes.setdefault(slot.server.spec.key, []).append(reason)
 
     def test_ended(self) -> None:
         """Stop what no test that is still to come wants."""
@@ -195,12 +197,15 @@ class Pool:
     # Inside
 
     def _get(self, wanted: Wanted, item: pytest.Item | None) -> Server:
-        key = wanted.spec.key
+        key = wanted.key
         with self._state.clock.paused(), self._lock:
-            strikes = self._strikes.get(key, ())
+            strikes = self._strikes.get(wanted.spec.key, ())
             if len(strikes) > 1:
                 pytest.skip(f"{wanted.spec.id} failed {len(strikes)} times and is not started again: {strikes[-1]}")
             slot = next((s for s in self._slots if s.key == key and not s.unfit()), None)
+            if slot is not None and not slot.users and not self._may_serve(slot, item):
+                self._stop([slot])
+                slot = None
             if slot is None:
                 slot = self._start(wanted, item)
             else:
@@ -208,6 +213,27 @@ class Pool:
             slot.tests += 1
             self._hold(slot, item)
         return slot.server
+
+    def _may_serve(self, slot: Slot, item: pytest.Item | None) -> bool:
+        """Whether an idle server, which served other tests, is fit for this one."""
+        most = self._state.settings.max_uses
+        if most and slot.tests >= most:
+            slot.retire = f"it served {most} test{'s' if most > 1 else ''} (--gpuserve-max-uses)"
+            return False
+        slot.evidence.skip()
+        try:
+            slot.retire = answers(slot.server)
+        except ServerError as error:
+            self.strike(slot, "it hung, or ended, between two tests")
+            self._state.ledger.incident(
+                slot.server.spec,
+                test=item.nodeid if item is not None else None,
+                reason="before its reuse",
+                verdict=error.verdict,
+                incident=error.incident,
+                spared=None,
+            )
+        return slot.retire is None
 
     def _start(self, wanted: Wanted, item: pytest.Item | None) -> Slot:
         spec, limits, state = wanted.spec, wanted.limits(self._state.settings), self._state
@@ -245,7 +271,7 @@ class Pool:
             reason = f"it did not start ({error.verdict}{f', {error.incident}' if error.incident else ''})"
             self._strikes.setdefault(spec.key, []).append(reason)
             raise
-        slot = Slot(server, limits, lease, Evidence(server, limits.dump_timeout + limits.grace))
+        slot = Slot(wanted.key, server, limits, lease, Evidence(server, limits.dump_timeout + limits.grace))
         self._slots.append(slot)
         if limits.session_deadline is not None:
             moment = time.monotonic() + limits.session_deadline - time.time()
@@ -309,7 +335,7 @@ class Pool:
     def _was_last(self, slot: Slot) -> bool:
         """Whether no test after the one in progress wants this server: stopped in its teardown, a leak is its own."""
         wanted = self._state.item.stash.get(WANTED, None) if self._state.item is not None else None
-        return wanted is not None and wanted.spec.key == slot.key and self._state.pending[slot.key] == 1
+        return wanted is not None and wanted.key == slot.key and self._state.pending[slot.key] == 1
 
     def _make_room(self, spec: ServerSpec) -> None:
         """Stop idle servers that may use the same GPUs, where nothing can be leased and so nobody knows."""
@@ -326,7 +352,7 @@ class Pool:
         """In a thread, while somebody else waits: stop what neither the test in progress nor the next one uses."""
         if self._lock.acquire(blocking=False):
             try:
-                near = {item.stash[WANTED].spec.key for item in self._state.near if WANTED in item.stash}
+                near = {item.stash[WANTED].key for item in self._state.near if WANTED in item.stash}
                 idle = [s for s in self._slots if not s.users and s.lease.devices and s.key not in near]
                 self._stop([slot for slot in idle if waiting(slot.lease.devices)])
             finally:
@@ -344,6 +370,8 @@ class Pool:
         leaks = []
         for slot in slots:
             slot.server.stop()
+            if slot.retire is not None and slot.retire not in self._strikes.get(slot.server.spec.key, ()):
+                self._state.ledger.retired(slot.server.spec, slot.retire)
             for pid, state in slot.server.left:
                 self._state.ledger.trouble(
                     f"{slot.server.spec.id} left process {pid} (state {state}), which cannot be killed"

@@ -19,12 +19,21 @@ if TYPE_CHECKING:
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
-    """What one test asks for: the server, and the limits its marks set (None: the session's)."""
+    """What one test asks for: the server, and the limits its marks set (None: the session's).
+
+    ``alone``: for whom the server is started afresh and ended afterwards (``fresh=True``); empty: it is shared.
+    """
 
     spec: ServerSpec
+    alone: str = ""
     startup_timeout: float | None = None
     grace: float | None = None
     dump_timeout: float | None = None
+
+    @property
+    def key(self) -> str:
+        """Equal for two tests exactly when one running server serves both."""
+        return f"{self.spec.key} {self.alone}" if self.alone else self.spec.key
 
     def limits(self, settings: Settings) -> Settings:
         """The session's settings with this test's own limits."""
@@ -71,13 +80,21 @@ def resolve(item: pytest.Item, settings: Settings) -> Wanted:
     Raises:
         SpecError, EngineError: they describe none that can exist.
     """
-    return build(item.config, settings, *layers_of(item), source=f"the gpuserve mark of {item.nodeid}")
+    source = f"the gpuserve mark of {item.nodeid}"
+    return build(item.config, settings, *layers_of(item), source=source, asker=item.nodeid)
 
 
 def build(
-    config: pytest.Config, settings: Settings, *layers: Mapping[str, object], source: str, check: bool = True
+    config: pytest.Config,
+    settings: Settings,
+    *layers: Mapping[str, object],
+    source: str,
+    asker: str = "",
+    check: bool = True,
 ) -> Wanted:
     """Defaults, the named server that the strongest layer names, the layers, ``--gpuserve-set``: later ones win.
+
+    ``asker``: for whom a fresh server is; different ones get different servers.
 
     Raises:
         SpecError, EngineError: the result is no server that can exist (axes are looked at if ``check``).
@@ -89,11 +106,14 @@ def build(
         given.insert(1, _normal(table, where))
     values = merge(*given)
     values.pop("server", None)
+    fresh = values.pop("fresh", False)
+    if not isinstance(fresh, bool):
+        raise SpecError(f"{source}: fresh must be True or False, not {fresh!r}.")
     limits = {key: _limit(values.pop(key), f"{source}: {key}") for key in LIMITS if key in values}
     spec = ServerSpec.from_mapping(values, source=source)
     if check and (problem := axis_problem(spec)):
         raise SpecError(f"{source}: {problem.text}")
-    return Wanted(spec, **limits)
+    return Wanted(spec, asker if fresh else "", **limits)
 
 
 def axis_problem(spec: ServerSpec) -> AxisProblem | None:

@@ -101,7 +101,7 @@ class State:
     def selected(self, items: list[pytest.Item]) -> None:
         """These tests will be run, in this order."""
         self.planned = items
-        self.pending = Counter(item.stash[WANTED].spec.key for item in items if WANTED in item.stash)
+        self.pending = Counter(item.stash[WANTED].key for item in items if WANTED in item.stash)
 
     def test_begins(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """The first attempt of a test is about to be set up."""
@@ -113,13 +113,13 @@ class State:
     def last_of_its_server(self, item: pytest.Item) -> None:
         """Under pytest-xdist: the other tests of this test's server ran, or will run, in another worker."""
         if wanted := item.stash.get(WANTED, None):
-            self.pending[wanted.spec.key] = 1
+            self.pending[wanted.key] = 1
 
     def test_ended(self, item: pytest.Item) -> None:
         """The last attempt of a test is over."""
         self.item = None
         if wanted := item.stash.get(WANTED, None):
-            self.pending[wanted.spec.key] -= 1
+            self.pending[wanted.key] -= 1
         if self.pool is not None:
             self.pool.test_ended()
 

@@ -53,6 +53,8 @@ def _servers(reporter: pytest.TerminalReporter, ledger: Ledger, state: State) ->
         troubles = [("did not start", row.failed_starts), ("hung", row.hung), ("exited by itself", row.exited)]
         if told := ", ".join(f"{what} {_count(n, 'time')}" for what, n in troubles if n):
             reporter.line(escape(f"{row.id}: {told}"))
+        for reason, count in row.retired.items():
+            reporter.line(escape(f"{row.id}: not used again{f' ({count} times)' if count > 1 else ''}: {reason}"))
     for entry in ledger.incidents:
         where = f": {_short(state.config, Path(entry['incident']))}" if entry["incident"] else ""
         test = f" in {entry['test']}" if entry["test"] else ""
@@ -73,9 +75,8 @@ def _plan(reporter: pytest.TerminalReporter, state: State) -> None:
 
     tests = [PlannedTest(item.nodeid, *(server_of(item) or ())) for item in state.planned]
     reporter.section("gpuserve plan", "=")
-    for line in plan_text(
-        tests, Durations(state.config, set).past(), workers=state.config.stash.get(PLANNED_WORKERS, 1)
-    ):
+    past, workers = Durations(state.config, set).past(), state.config.stash.get(PLANNED_WORKERS, 1)
+    for line in plan_text(tests, past, workers=workers, max_uses=state.settings.max_uses):
         reporter.line(escape(line))
 
 

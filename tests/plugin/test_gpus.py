@@ -72,6 +72,18 @@ def test_the_reason_names_what_is_needed_and_what_was_found(project, machine):
     )
 
 
+def test_the_mark_says_that_any_program_uses_gpus(project, machine):
+    """An engine that needs none (as `command`, which knows nothing of its program) may be told otherwise."""
+    machine(HOPPER)
+    test = """
+    from pytest import mark
+    @mark.gpuserve(engine="doll", tp=2, uses_gpus=True)
+    def test_it(server): pass
+    """
+    project.write(test_it=test)
+    project.here("-rs").stdout.fnmatch_lines(["*needs 2 GPUs; found 1 x Toy X (sm90)*"])
+
+
 def test_without_a_driver_the_reason_says_why(project, machine):
     machine(problem="No NVIDIA driver was found.")
     project.write(test_it=module("sm_min(90)"))

@@ -16,7 +16,7 @@ class Item:
 
     class Wanted:
         def __init__(self, key: str) -> None:
-            self.spec = type("Spec", (), {"key": key})
+            self.key = key
 
     def __init__(self, name: str) -> None:
         self.name = name
