@@ -217,6 +217,12 @@ VLLM: Final = Features(
         _P2P,
     ),
     remedies=(
+        # captures nothing and compiles as before (vLLM 0.10.2 and newer); an older one refuses it
+        Remedy(
+            "CUDA graphs off",
+            ("--compilation-config.cudagraph_mode", "NONE"),
+            helps=("cuda_graph", "spec_decode"),
+        ),
         Remedy("graphs and compilation off", ("--enforce-eager",), helps=("cuda_graph", "spec_decode")),
         Remedy(
             "custom all-reduce off",
