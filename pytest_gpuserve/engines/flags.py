@@ -154,10 +154,8 @@ def installed(
         EngineError: no such interpreter, the engine is not installed for it, or its help could not be read.
     """
     env = {**os.environ, **dict(spec.env), "NO_COLOR": "1", "COLUMNS": "4000"}  # argparse wraps at COLUMNS
-    kind = "script" if script else "module"
-    output = _run([python, "-c", _PROBE, engine, " ".join(sources), kind], env, spec.cwd, _PROBE_LIMIT, engine, python)
-    facts = json.loads(output.strip().splitlines()[-1]) if output.strip() else None
-    if not isinstance(facts, dict):
+    facts = _facts(engine, spec, python, sources, script)
+    if facts is None:
         raise EngineError(
             f"{engine} is not installed for {python}. Install it there, or name the interpreter that has it: "
             f'python="…" in the gpuserve mark, or --gpuserve-python.'
@@ -171,7 +169,7 @@ def installed(
     with _locked(directory / f"{engine}-{key}.lock", limit):
         flags = _load(kept)
         if flags is None:
-            text = _run(help_argv, env, spec.cwd, limit, engine, python)
+            text = ask(help_argv, env, spec.cwd, limit, engine, python)
             flags = parse_help(text)
             if must_have not in flags:
                 raise EngineError(
@@ -180,6 +178,24 @@ def installed(
                 )
             _save(kept, flags)
     return Install(engine=engine, version=str(facts["version"]), root=str(facts["root"]), flags=flags)
+
+
+def version_of(engine: str, spec: ServerSpec, python: str) -> tuple[str, str] | None:
+    """Version and folder of an engine (its import name) for ``python``; None when it is not installed.
+
+    Raises:
+        EngineError: the interpreter cannot be run.
+    """
+    facts = _facts(engine, spec, python, (), False)
+    return (str(facts["version"]), str(facts["root"])) if facts is not None else None
+
+
+def _facts(engine: str, spec: ServerSpec, python: str, sources: Sequence[str], script: bool) -> dict[str, Any] | None:
+    env = {**os.environ, **dict(spec.env)}
+    argv = [python, "-c", _PROBE, engine, " ".join(sources), "script" if script else "module"]
+    output = ask(argv, env, spec.cwd, _PROBE_LIMIT, engine, python)
+    facts = json.loads(output.strip().splitlines()[-1]) if output.strip() else None
+    return facts if isinstance(facts, dict) else None
 
 
 def cache_root() -> Path:
@@ -197,8 +213,8 @@ def cache_root() -> Path:
     )
 
 
-def _run(argv: Sequence[str], env: Mapping[str, str], cwd: str | None, limit: float, engine: str, python: str) -> str:
-    """Standard output of a program that gets a session of its own, and is killed with all of it at the limit."""
+def ask(argv: Sequence[str], env: Mapping[str, str], cwd: str | None, limit: float, engine: str, python: str) -> str:
+    """Standard output of a program, which gets a session of its own and is killed with all of it at the limit."""
     with tempfile.TemporaryFile() as out, tempfile.TemporaryFile() as err:
         try:
             child = subprocess.Popen(

@@ -13,6 +13,7 @@ from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, ne
 from .base import Launch, LogGrammar, PhaseRule, ProcessRole, Rank, ReadyProbe
 from .drafter import check_draft, check_draft_attention
 from .flags import Install, installed
+from .kernels import Kernels
 from .titles import common_role, coordinates
 
 ATTENTION_BACKENDS: Final = (
@@ -47,6 +48,18 @@ _DRAFT = {
     "accept_threshold_single": "--speculative-accept-threshold-single",
     "accept_threshold_acc": "--speculative-accept-threshold-acc",
 }
+
+KERNELS: Final = Kernels(
+    own=("sgl_kernel/*.so", "sgl_kernel/*/*.so", "flash_mla/*.so"),
+    # sm90/ is loaded on 9.0 and sm100/ on everything else: the folder's name says nothing of what is in it
+    required={
+        "torch": ("torch/lib/libtorch_cuda.so",),
+        "sgl_kernel": ("sgl_kernel/common_ops*", "sgl_kernel/*/common_ops*"),
+    },
+    # until 0.5.20 or so FlashMLA was in sgl_kernel, then in a wheel of its own
+    backends={"fa3": ("sgl_kernel/flash_ops*",), "flashmla": ("sgl_kernel/flashmla_ops*", "flash_mla/*.so")},
+)
+"""Kernels of sgl_kernel 0.3.21 (SGLang 0.5.9) and 0.4.9 (0.5.23); fa4 and most others compile at run time."""
 
 _P = re.compile
 _GRAPH = rb"(?:cuda|CUDA|cpu|CPU|npu|NPU|xpu|XPU|hpu|HPU|musa|MUSA)[ -]graph"
@@ -129,6 +142,7 @@ class SGLang:
 
     name = "sglang"
     grammar = GRAMMAR
+    kernels = KERNELS
     axes: Mapping[str, Collection[str]] = {
         "spec_decode": (),
         "cuda_graph": ("on", "off", "decode_only", "piecewise", "full", "breakable"),

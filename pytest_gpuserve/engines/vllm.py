@@ -15,6 +15,7 @@ from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, ne
 from .base import Launch, LogGrammar, PhaseRule, ProcessRole, ReadyProbe
 from .drafter import check_draft
 from .flags import Install, installed
+from .kernels import Kernels
 from .titles import common_role, coordinates
 
 ATTENTION_BACKENDS: Final = (
@@ -42,6 +43,18 @@ _DRAFT = {
     "draft_revision": "revision",
 }
 _SAMPLERS = {"flashinfer": "1", "pytorch": "0"}
+
+_FA, _FLASHMLA = "vllm/vllm_flash_attn/_vllm_fa{}_C*", ("vllm/_flashmla_C*", "vllm/_flashmla_extension_C*")
+KERNELS: Final = Kernels(
+    own=("vllm/*.so", "vllm/vllm_flash_attn/*.so"),
+    required={"torch": ("torch/lib/libtorch_cuda.so",), "vllm": ("vllm/_C.*", "vllm/_C_stable*")},
+    backends={
+        "flash_attn": (_FA.format(2), _FA.format(3)),
+        "flash_attn_mla": (_FA.format(3),),
+        "flashmla": _FLASHMLA,
+        "flashmla_sparse": _FLASHMLA,
+    },
+)
 
 _P = re.compile
 
@@ -149,6 +162,7 @@ class VLLM:
 
     name = "vllm"
     grammar = GRAMMAR
+    kernels = KERNELS
     axes: Mapping[str, Collection[str]] = {
         "spec_decode": (),
         "cuda_graph": ("on", *_MODES),

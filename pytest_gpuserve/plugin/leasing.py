@@ -90,6 +90,13 @@ class Leasing:
                 pytest.skip(escape(str(error)))
             raise LeaseError(escape(str(error)), error.kind) from None
 
+    def capabilities(self, lease: Lease, spec: ServerSpec) -> list[tuple[int, int]]:
+        """Compute capabilities of a server's GPUs; where none is leased, of the only kind that it can see."""
+        if lease.baselines or not uses_gpus(spec):
+            return [gpu.capability for gpu in lease.baselines if gpu.capability]
+        seen = {gpu.capability for gpu in visible_to(self._state.config, spec)}
+        return [kind for kind in seen if kind] if len(seen) == 1 else []
+
     def give_back(self, lease: Lease, server: Server | None, pids: Collection[int]) -> list[Release]:
         """Let go of a server's GPUs, once it is gone; returns those that did not come back.
 

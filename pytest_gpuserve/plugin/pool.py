@@ -258,6 +258,7 @@ class Pool:
                 limits=Limits(startup=budget, grace=limits.grace, dump=limits.dump_timeout),
                 incident=self._command,
                 gpus=lease.gpus,
+                capabilities=self._leasing.capabilities(lease, spec),
                 owners=state.owners,
                 pass_fds=lease.fds,
             )

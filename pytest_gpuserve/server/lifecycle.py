@@ -19,6 +19,8 @@ import pytest_gpuserve
 
 from .. import procfs
 from ..engines.base import Engine, Launch
+from ..engines.fatbin import Capability
+from ..engines.kernels import unsupported
 from ..engines.settled import HEAD, downgrades
 from ..errors import EngineError, ServerStartError, SpecError
 from ..procfs import ProcessId
@@ -59,6 +61,7 @@ def start(
     limits: Limits,
     incident: Incident,
     gpus: Sequence[str] = (),
+    capabilities: Sequence[Capability] = (),
     host: str = "127.0.0.1",
     port: int | None = None,
     owners: Sequence[int] = (),
@@ -71,6 +74,7 @@ def start(
         parent: where the server's directory is made.
         incident: what the supervisor runs when the start-up budget is over, and the handle when a request times out.
         gpus: become CUDA_VISIBLE_DEVICES; empty: that stays as it is.
+        capabilities: compute capabilities of the GPUs that it will have; empty: not known, so nothing is refused.
         port: None: a free one.
         owners: pids, beside this process, that the server must not outlive (the xdist controller).
         pass_fds: descriptors that the supervisor keeps open until nothing of the server is left (GPU leases); the
@@ -91,6 +95,8 @@ def start(
         launch = engine.launch(spec, host=host, port=attempt.port.number, python=python)
         if not launch.argv:
             raise EngineError(f"engine {spec.engine} has no command to start {spec.id}.")
+        if why := unsupported(spec, engine, python=python, capabilities=capabilities):
+            raise ServerStartError(f"server {spec.id} was not started: {why}", verdict="unsupported_arch")
         where = (host, attempt.port.number)
         record = _record(spec, engine, launch, server_directory(parent, spec), where, gpus, python)
         record.save()

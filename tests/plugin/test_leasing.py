@@ -268,3 +268,29 @@ def _devices(path: Path) -> list[str]:
         return [device[0] for device in json.loads(path.read_text())["devices"]]
     except (OSError, ValueError):
         return []
+
+
+def test_a_server_without_code_for_its_gpu_is_not_started(project: Any, nvml: Any) -> None:
+    """The lease says which GPUs it gets; the engine's libraries say that they cannot serve them."""
+    nvml.set(devices=1)
+    kernels = Path(__file__).parents[1] / "data" / "kernels"
+    project.write(
+        conftest=CONFTEST
+        + "from pytest_gpuserve.engines.kernels import Kernels\n"
+        + 'Command.kernels = Kernels(required={"kernels": ("kernels/hopper.so",)})\n',
+        helper=SERVER,
+        test_it=f"""
+        from helper import gpu
+
+        @gpu(1, env={{"PYTHONPATH": {str(kernels.parent)!r}}})
+        def test_it(server):
+            pass
+        """,
+    )
+    result = project.run("-p", "no:cacheprovider", "-o", "console_output_style=classic")
+    result.assert_outcomes(errors=1)
+    result.stdout.fnmatch_lines(
+        ["*server command-tp1 was not started: this install cannot run on sm_120: kernels/hopper.so carries sm_80 *"]
+    )
+    assert not project.servers()
+    project.assert_nothing_left()
