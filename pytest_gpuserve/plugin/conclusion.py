@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -142,8 +142,16 @@ class Conclusions:
         from ..isolation.conclude import conclude
 
         base = next((dict(run.cell["values"]) for run in runs if run.cell["base"]), None)
-        said = conclude(_results(runs), base)
-        return said, self._write(said, {run.cell["id"]: json.loads(run.cell["spec"]) for run in runs})
+        specs = {run.cell["id"]: json.loads(run.cell["spec"]) for run in runs}
+        results = _results(runs)
+        if self._state.counted and self._state.ledger.figures:
+            from ..spec import ServerSpec
+            from .figures import of_cell
+
+            keys = {id: ServerSpec.from_mapping(spec, source=id).key for id, spec in specs.items()}
+            results = [replace(result, figures=of_cell(self._state, keys[result.id])) for result in results]
+        said = conclude(results, base)
+        return said, self._write(said, specs)
 
     def _write(self, said: Conclusion, specs: Mapping[str, Any]) -> str:
         """``matrix.json``, ``matrix-2.json`` …: what can be gone on from. Returns how the terminal names it."""

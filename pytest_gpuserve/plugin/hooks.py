@@ -10,7 +10,7 @@ import pytest
 
 from . import marks, options
 from .fixtures import gpuserve_cell, gpuserve_pool, gpuserve_server, server
-from .state import PROBLEM, STATE, State, state_of, uses_pool
+from .state import PROBLEM, STATE, WANTED, State, state_of, uses_pool
 
 __all__ = ["gpuserve_cell", "gpuserve_pool", "gpuserve_server", "server"]
 
@@ -99,6 +99,16 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             check(item, state)
 
 
+@pytest.hookimpl(wrapper=True)
+def pytest_runtest_call(item: pytest.Item) -> Generator[None, Any, Any]:
+    result = yield
+    if (wanted := item.stash.get(WANTED, None)) is not None and wanted.expect:
+        from .figures import check
+
+        check(item, state_of(item.config))
+    return result
+
+
 @pytest.hookimpl(wrapper=True, tryfirst=True)
 def pytest_runtest_teardown(item: pytest.Item) -> Generator[None, Any, Any]:
     if uses_pool(item):
@@ -152,4 +162,9 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 
 @pytest.hookimpl(tryfirst=True)
 def pytest_sessionfinish(session: pytest.Session) -> None:
-    state_of(session.config).session_finished()
+    state = state_of(session.config)
+    state.session_finished()
+    if state.counted and state.ledger.figures and not state.is_worker:
+        from .figures import finish
+
+        finish(session, state)

@@ -32,6 +32,8 @@ class Ledger:
     rows: dict[str, Row] = field(default_factory=dict)
     incidents: list[dict[str, Any]] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
+    figures: dict[str, dict[str, Any]] = field(default_factory=dict)
+    """By spec key: ``figures`` (isolation/figures.py), ``expect`` and the names of those ``settled`` in a test."""
 
     def _row(self, spec: ServerSpec) -> Row:
         return self.rows.setdefault(spec.key, Row(spec.id))
@@ -82,3 +84,5 @@ class Ledger:
                 mine.retired[reason] = mine.retired.get(reason, 0) + count
         self.incidents += other["incidents"]
         self.troubles += other["troubles"]
+        for key, row in other["figures"].items():
+            self.figures.setdefault(key, row)

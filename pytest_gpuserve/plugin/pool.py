@@ -116,6 +116,8 @@ class Pool:
             wanted = item.stash.get(WANTED, None) or resolve(item, self._state.settings)
         else:
             layer = as_layer(spec, values, "gpuserve_pool.get")
+            if "expect" in layer:
+                raise SpecError("gpuserve_pool.get: expect= belongs to a test's mark. Ask server.throughput() instead.")
             wanted = build(
                 self._state.config, self._state.settings, layer, source="gpuserve_pool.get", asker=uuid.uuid4().hex
             )
@@ -152,6 +154,10 @@ class Pool:
             item.stash[ERROR] = error
             message = str(error)
         pytest.fail(message, pytrace=False)
+
+    def server_of(self, wanted: Wanted) -> Server | None:
+        """The running server of a test in progress; None when it has ended, or must not serve another test."""
+        return next((slot.server for slot in self.held() if slot.key == wanted.key and not slot.unfit()), None)
 
     def held(self) -> Iterator[Slot]:
         """Servers that the test in progress may be talking to."""

@@ -14,6 +14,8 @@ from .named import named
 from .options import LIMITS, Settings, seconds
 
 if TYPE_CHECKING:
+    from ..isolation.figures import Expectation
+
     Node = pytest.Item | pytest.Collector
 
 
@@ -22,6 +24,7 @@ class Wanted:
     """What one test asks for: the server, and the limits its marks set (None: the session's).
 
     ``alone``: for whom the server is started afresh and ended afterwards (``fresh=True``); empty: it is shared.
+    ``expect``: what the server should reach.
     """
 
     spec: ServerSpec
@@ -29,6 +32,7 @@ class Wanted:
     startup_timeout: float | None = None
     grace: float | None = None
     dump_timeout: float | None = None
+    expect: tuple[Expectation, ...] = ()
 
     @property
     def key(self) -> str:
@@ -104,6 +108,9 @@ def build(
     if name is not None:
         table, where = named(config, "servers", name)
         given.insert(1, _normal(table, where))
+    expect: dict[str, object] = {}
+    for layer in given:
+        expect |= _expect(layer.pop("expect", None) or {}, source)
     values = merge(*given)
     values.pop("server", None)
     fresh = values.pop("fresh", False)
@@ -113,7 +120,7 @@ def build(
     spec = ServerSpec.from_mapping(values, source=source)
     if check and (problem := axis_problem(spec)):
         raise SpecError(f"{source}: {problem.text}")
-    return Wanted(spec, asker if fresh else "", **limits)
+    return Wanted(spec, asker if fresh else "", **limits, expect=_expectations(expect, source) if expect else ())
 
 
 def axis_problem(spec: ServerSpec) -> AxisProblem | None:
@@ -165,6 +172,18 @@ def _normal(layer: Mapping[str, object], source: str) -> dict[str, object]:
     if top or inner:
         values["axes"] = {**inner, **top}
     return values
+
+
+def _expect(value: object, source: str) -> Mapping[str, object]:
+    if not isinstance(value, Mapping):
+        raise SpecError(f'{source}: expect must be a mapping such as {{"accept_rate": ">=0.5"}}, not {value!r}.')
+    return value
+
+
+def _expectations(expect: Mapping[str, object], source: str) -> tuple[Expectation, ...]:
+    from ..isolation.figures import parse
+
+    return parse(expect, source)
 
 
 def _limit(value: Any, source: str) -> float:

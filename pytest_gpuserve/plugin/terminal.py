@@ -59,6 +59,11 @@ def _servers(reporter: pytest.TerminalReporter, ledger: Ledger, state: State) ->
         where = f": {_short(state.config, Path(entry['incident']))}" if entry["incident"] else ""
         test = f" in {entry['test']}" if entry["test"] else ""
         reporter.line(escape(f"{entry['verdict']}: {entry['id']}{test} ({entry['reason']}){where}"))
+    if ledger.figures:
+        from .figures import conclude
+
+        for line in conclude(state)[0]:
+            reporter.line(escape(line))
     if state.settings.soft:
         spared = len({entry["spared"] for entry in ledger.incidents} - {None})
         reporter.line(f"soft mode: {_count(spared, 'server')} would have been killed")

@@ -58,7 +58,7 @@ def measure(
     server: Server,
     *,
     concurrency: int = 4,
-    seconds: float = 3.0,
+    seconds: float = 2.0,
     max_tokens: int = 64,
     prompts: Sequence[str] = PROMPTS,
     warmup: int = 1,

@@ -69,6 +69,7 @@ def session(tmp_path: Any) -> Any:
         settings=SimpleNamespace(action="run", artifacts=tmp_path / "a"),
         ledger=SimpleNamespace(trouble=troubles.append),
         troubles=troubles,
+        counted=False,
     )
     found = conclusion.Conclusions(state)  # type: ignore[arg-type]
     cells = {
