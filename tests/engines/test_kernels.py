@@ -189,7 +189,7 @@ def test_such_a_server_is_not_started(site: Any, monkeypatch: pytest.MonkeyPatch
     spec = ServerSpec.from_mapping(
         {
             "engine": "command",
-            "command": ["touch", str(program)],
+            "command": ["sh", "-c", 'touch "$0"', str(program), "{port}"],
             "args": {"attention-backend": "fa3"},
             "env": {"PYTHONPATH": str(site(SGLANG))},
         }
@@ -203,3 +203,4 @@ def test_such_a_server_is_not_started(site: Any, monkeypatch: pytest.MonkeyPatch
     assert not program.exists()
     with pytest.raises(ServerStartError, match="exited with code"):
         lifecycle.start(spec, cast(Engine, engine), capabilities=[(9, 0)], **start)
+    assert program.exists()
