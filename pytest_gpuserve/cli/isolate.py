@@ -9,6 +9,8 @@ import shlex
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
+from fnmatch import fnmatchcase
 from pathlib import Path
 
 from ..engines import engine_names, get_engine
@@ -49,6 +51,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
         help="check of a ready server, no shell; {url}, {port}, {model} are filled in (also GPUSERVE_URL, "
         "GPUSERVE_MODEL); exit code 0 passes, 125 cannot tell, others fail. pytest NODEID starts the server itself. "
         "Default: three completions, one of 288 tokens, equal ones equal",
+    )
+    parser.add_argument(
+        "--keep",
+        action="append",
+        default=[],
+        metavar="NAME",
+        help="flag or variable that is never taken away, since no server starts here without it "
+        "(--keep=--attention-backend, --keep=NCCL_*); may be repeated",
     )
     parser.add_argument("--plan", action="store_true", help="show deltas, remedies and cost, and start nothing")
     parser.add_argument(
@@ -156,7 +166,12 @@ def _problem(arguments: argparse.Namespace) -> tuple[Variants, list[Trial], Sign
             raise GpuserveError(f"{one_line(path)} cannot be read: {error}") from None
         return from_matrix(raw, results, cell)
     engine = arguments.engine or recognise(arguments.words)
-    parts = split(arguments.words, features_of(engine))
+    names = {word.partition("=")[0] for word in arguments.words}
+    if lost := [pattern for pattern in arguments.keep if not any(fnmatchcase(name, pattern) for name in names)]:
+        raise GpuserveError(f"--keep {lost[0]}: no flag and no variable of the command is called that. Correct --keep.")
+    features = features_of(engine)
+    features = replace(features, base=(*features.base, *arguments.keep), base_env=(*features.base_env, *arguments.keep))
+    parts = split(arguments.words, features)
     return CommandLine(parts, engine, str(Path.cwd())), [], None
 
 

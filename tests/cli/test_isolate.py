@@ -168,6 +168,17 @@ def test_plan_starts_nothing(place: Place) -> None:
     assert not (place.path / "state" / "sessions").exists()
 
 
+def test_what_is_to_be_kept_is_no_delta(place: Place) -> None:
+    command = ["--", "NCCL_DEBUG=INFO", *SIM, *FLAGS]
+    done = place.run("--plan", "--keep=--spec-decode*", "--keep=NCCL_DEBUG", *command)
+    assert done.returncode == 0
+    base, _, deltas = done.stdout.partition("deltas that can be taken away")
+    assert all(kept in base and kept not in deltas for kept in ("NCCL_DEBUG=INFO", "--spec-decode eagle3"))
+    assert "--kv-cache-dtype" in deltas
+    done = place.run("--plan", "--keep=--no-such-flag", *command)
+    assert (done.returncode, "--keep --no-such-flag: no flag" in done.stderr) == (2, True)
+
+
 PROBE = """\
 import os, sys, urllib.request
 assert os.environ["GPUSERVE_URL"] == sys.argv[1]
