@@ -29,6 +29,7 @@ _LAST: Final = 3
 """Lines before the end of a log in which a bad word without an exception may be why it ends."""
 _ENGINE: Final = ("EngineCore", "Worker", "VllmWorker", "RayWorker")
 """Processes whose exceptions are the engine's own, even without a rank."""
+_SPOKEN_OF: Final = re.compile(r"\b(?:Rank |rank |scheduler_|VllmWorker-|Worker_TP|scheduler_TP)(\d+)\b")
 _ERROR_LINE: Final = CauseRule("error_line", "crash", pattern=None, depth="notice")  # type: ignore[arg-type]
 
 
@@ -138,7 +139,7 @@ def from_chain(rules: Rules, chain: Chain, source: int, time: float | None) -> C
     assert best is not None
     _, raised, rule = best
     verdict: Verdict = rule.verdict if rule else "crash"
-    if rule is None and rules.setting.concerns(raised.name, raised.message, raised.file):
+    if rule is None and rules.setting.concerns(raised.name, raised.message, raised.file, raised.function):
         rule, verdict = rules.cause("validation"), "config"
     return Complaint(
         source,
@@ -164,7 +165,22 @@ def choose(complaints: Iterable[Complaint], *, ready: bool) -> Complaint | None:
     sure = sorted((found.source, found.number) for found in standing if found.sure)
     candidates = [found for found in standing if _counts(found, sure, died=died, ready=ready)]
     several = len({found.source for found in candidates}) > 1 and all(found.time for found in candidates)
-    return min(candidates, key=lambda found: _order(found, several), default=None)
+    first = min(candidates, key=lambda found: _order(found, several), default=None)
+    if first is not None and first.depth == DEPTHS["peer"]:
+        return min(_silent(candidates), key=lambda found: _order(found, several), default=first)
+    return first
+
+
+def named(line: str) -> str | None:
+    """The rank that a line of the front end speaks of."""
+    match = _SPOKEN_OF.search(line)
+    return f"TP{match[1]}" if match else None
+
+
+def _silent(candidates: Sequence[Complaint]) -> list[Complaint]:
+    """Notices of the death of ranks that said nothing themselves: when all others complain of a peer, it is theirs."""
+    spoke = {tag for found in candidates if not found.deadly and found.rank for tag in found.rank.split()}
+    return [found for found in candidates if found.deadly and (rank := named(found.line)) and rank not in spoke]
 
 
 def _counts(found: Complaint, sure: Sequence[tuple[int, int]], *, died: bool, ready: bool) -> bool:

@@ -66,6 +66,7 @@ class Reader:
             self._part(block[begin:at], whole)
             if self.session.steps or self.session.complaints:
                 self._start(marks)
+            self.session.launched = True
             begin = at
         self._part(block[begin:], whole)
 

@@ -73,7 +73,7 @@ class EngineMarks:
 
 @dataclass(frozen=True, slots=True)
 class Setting:
-    """When an exception is about a setting: by its type, and its message or the file that raised it."""
+    """When an exception is about a setting: by its type, and its message or the code that raised it."""
 
     types: frozenset[str]
     advice_types: frozenset[str]
@@ -81,15 +81,16 @@ class Setting:
     demands: re.Pattern[str]
     inner: re.Pattern[str]
     frames: re.Pattern[str]
+    functions: re.Pattern[str]
 
-    def concerns(self, name: str, message: str, file: str) -> bool:
-        """Whether an exception of type ``name``, raised in ``file``, is about an option."""
+    def concerns(self, name: str, message: str, file: str, function: str = "") -> bool:
+        """Whether an exception of type ``name``, raised in ``function`` of ``file``, is about an option."""
         if name in self.advice_types:
             if self.advice.search(message):
                 return True
             if self.demands.search(message) and not self.inner.search(file):
                 return True
-        return name in self.types and bool(self.frames.search(file))
+        return name in self.types and bool(self.frames.search(file) or self.functions.search(function))
 
 
 class Rules:
@@ -112,6 +113,7 @@ class Rules:
             demands=_join(setting["demands"], ignore_case=True),
             inner=_join(setting["inner"]),
             frames=_join(setting["frames"]),
+            functions=_join(setting["functions"]),
         )
         self.last_words = tuple(_rule(entry) for entry in data["last_word"])
         self.speculation: Mapping[str, float] = data["speculation"]

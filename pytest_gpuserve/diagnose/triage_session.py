@@ -26,6 +26,8 @@ _GROWING: Final = 100
 _RANK_OF_PID: Final = re.compile(rb" pid=(\d+)[^)]*\).*\bworld_size=\d+ rank=(\d+)")
 _LATE: Final = 3
 """Lines of a server at work that are enough to show that it is."""
+_REFUSAL: Final = re.compile(r"^\s*\S.*\[type=\w+, input_value=|^\s*(?:Value error|Assertion failed), ")
+"""What pydantic found wrong; the line above it is the name of the field."""
 _COMPLETED: Final = re.compile(r"last completed (?:NCCL )?work: (-?\d+)")
 _REQUEST: Final = re.compile(
     r"Exception in ASGI application|[Ee]rror (?:in|while|during) (?:\w+ )*(?:chat|completion|generation|request)"
@@ -42,6 +44,7 @@ class Session:
         begin, end: line numbers.
         engine, version: as far as known.
         stack: the log speaks of GPU libraries, whatever the engine. recognised: marks of the engine were found in it.
+        launched: the line was seen that the engine prints once a launch, so the log has its beginning.
         shapes: what kinds of line there are; phases: reads the phases, once the engine is known.
         benign, heartbeats: how often each rule of noise matched.
         fallbacks: rule name to (rule, line, how often).
@@ -64,6 +67,7 @@ class Session:
         self.version: str | None = None
         self.stack = False
         self.recognised = False
+        self.launched = False
         self.phases: PhaseReader | None = None
         self.figures = Figures()
         self.benign: Counter[str] = Counter()
@@ -90,7 +94,7 @@ class Session:
         self._pids: dict[str, str] = {}
         self._announced: dict[str, tuple[int, str]] = {}
         self._message: tuple[str, int, Chain | None] = "", 0, None
-        self._validation: tuple[Chain, Complaint] | None = None
+        self._validation: Complaint | None = None
 
     def use(self, engine: str, marks: EngineMarks | None, grammar: LogGrammar | None) -> None:
         """The engine is known: phases can be read from here on."""
@@ -222,9 +226,9 @@ class Session:
         moved = bool(BARS.search(raw))
         if moved:
             self._step(line.number, raw)
-        if self._validation and line.text.lstrip().startswith("Value error, "):
-            chain, found = self._validation
-            found.number, found.line, self._validation = line.number, line.text.strip()[:LONGEST_QUOTE], None
+        if self._validation and _REFUSAL.search(line.text):
+            found, self._validation = self._validation, None
+            found.number, found.line = line.number, line.text.strip()[:LONGEST_QUOTE]
             return True
         fallbacks = self.rules.fallbacks_in(line.text)
         for rule in fallbacks:
@@ -233,7 +237,7 @@ class Session:
         completed = _COMPLETED.search(line.text) if line.rank else None
         if completed and line.rank:
             self.completed[line.rank] = int(completed[1])
-        request = bool(_REQUEST.search(line.text)) or "serving_" in line.file
+        request = self._takes_requests and (bool(_REQUEST.search(line.text)) or "serving_" in line.file)
         word = "request" if request else "dies" if _DIES.search(line.text) else ""
         if word:
             self._announced[line.stream] = (line.number, word)
@@ -242,6 +246,7 @@ class Session:
             if request:
                 complaint.of_a_request()
             self._complain(complaint)
+            self._refused(complaint)
         return moved or bool(fallbacks or completed or word or complaint)
 
     def _rates(self, number: int, raw: bytes) -> None:
@@ -255,6 +260,11 @@ class Session:
             self.frozen = self.frozen or parse(number, raw, self.shapes.grammar)
 
     # --- complaints
+
+    @property
+    def _takes_requests(self) -> bool:
+        """Whether an error can be a request's: not while the server starts, unless the log begins later."""
+        return self.ready > 0 or not self.launched
 
     def _explains(self, line: Line) -> bool:
         """Whether a line is part of the message of the exception above it, and tells the cause as its first did not."""
@@ -295,7 +305,11 @@ class Session:
         self._chains[chain.begin] = made
         if len(self._chains) > _GROWING:
             del self._chains[next(iter(self._chains))]
-        self._validation = (chain, made) if "validation error" in made.line else None
+        self._refused(made)
+
+    def _refused(self, made: Complaint) -> None:
+        """pydantic counts the errors in its first line; what is wrong stands below."""
+        self._validation = made if "validation error" in made.line else None
 
     def _complain(self, made: Complaint) -> None:
         if made.rank is None:

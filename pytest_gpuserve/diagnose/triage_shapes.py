@@ -145,7 +145,7 @@ class Shapes:
 
     def _kind(self, line: bytes, low: bytes, phase: str) -> tuple[Kind, Rule | None]:
         if b"accept" in low or b"num_draft" in low:
-            if any(mark in line for mark in MARKS):
+            if any(mark in line for mark in MARKS) and not self._complains(line, parse(0, line).text):
                 return Kind.FIGURES, None
         elif b" throughput: " in low and RATES.search(line):
             return Kind.RATES, None

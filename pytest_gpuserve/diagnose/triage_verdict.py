@@ -9,13 +9,12 @@ from typing import Final
 
 from ..phases.reader import RankPhase
 from ..vocabulary import PHASES, Phase, Verdict
-from .triage_events import Complaint, choose
+from .triage_events import Complaint, choose, named
 from .triage_lines import Line
 from .triage_rules import DEPTHS, Rule, Rules
 from .triage_session import Session
 
 _BUILDS: Final = ("compile", "autotune", "cuda_graph", "draft_cuda_graph", "warmup")
-_SPOKEN_OF: Final = re.compile(r"\b(?:Rank |rank |scheduler_|VllmWorker-|Worker_TP|scheduler_TP)(\d+)\b")
 _FEW: Final = 5
 _TEST: Final = re.compile(r"\S+\.py::\w\S*|test_\w+ \([\w.]+\)(?: \.\.\.)?")
 _STALL: Final = "a log cannot tell slow from hung: gpuserve dump on the live server takes the stacks of every rank"
@@ -52,7 +51,7 @@ def decide(rules: Rules, sessions: Sequence[Session]) -> Finding:
             complaint.verdict,
             complaint.line,
             complaint.number,
-            complaint.rank or _named(complaint.line),
+            complaint.rank or named(complaint.line),
             complaint.name,
             complaint.source,
             (hint,) if hint else (),
@@ -104,12 +103,6 @@ def _before_teardown(rank: RankPhase) -> Phase:
     if rank.phase != "shutdown":
         return rank.phase
     return next((phase for phase, _, _ in reversed(rank.history) if phase != "shutdown"), rank.phase)
-
-
-def _named(line: str) -> str | None:
-    """The rank that a line of the front end speaks of."""
-    match = _SPOKEN_OF.search(line)
-    return f"TP{match[1]}" if match else None
 
 
 def _ours(sessions: Sequence[Session], found: Complaint) -> bool:

@@ -23,6 +23,7 @@ EXCEPTIONS = json.loads((DATA / "triage" / "exceptions.json").read_text())
 LOGS = json.loads((DATA / "triage" / "logs.json").read_text())
 _toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
 OWN = _toml.loads((DATA / "triage" / "cases.toml").read_text())["case"]
+HELD_OUT = _toml.loads((DATA / "triage" / "held_out.toml").read_text())["case"]
 
 MISSED = {
     "19": "the log is empty but for a remark of the reporter",
@@ -85,10 +86,10 @@ def test_reported_cases_are_right_as_often_as_promised():
     assert min(recall.values()) >= 0.9, recall
 
 
-@pytest.mark.parametrize("case", OWN, ids=lambda case: case["name"])
+@pytest.mark.parametrize("case", [*OWN, *HELD_OUT], ids=lambda case: case["name"])
 def test_own_case(case):
     found = read(case["log"].lstrip("\n"))
-    assert found.verdict == case["verdict"], found
+    assert found.verdict in (case["verdict"], *case.get("either", ())), found
     if not case["cause"]:
         assert found.cause is None
         return
@@ -96,7 +97,8 @@ def test_own_case(case):
     assert any(text in found.cause.line for text in (case["cause"], *case.get("also", ())))
     assert found.cause.rank == case.get("rank", found.cause.rank)
     lines = case["log"].lstrip("\n").splitlines()
-    assert found.cause.line[:60] in lines[found.cause.number - 1]
+    line = lines[found.cause.number - 1]
+    assert found.cause.line[:60] in line or found.cause.line.startswith(line.strip())  # a message that goes on below
 
 
 SGLANG = """\
@@ -163,7 +165,7 @@ def test_every_log_there_is_has_an_expectation():
 
 def test_benign_lines_are_never_the_cause():
     rules = load()
-    for found in (*(read(case["log"].lstrip("\n")) for case in OWN), *map(recorded, LOGS)):
+    for found in (*(read(case["log"].lstrip("\n")) for case in (*OWN, *HELD_OUT)), *map(recorded, LOGS)):
         if found.cause is not None:
             assert rules.noise_in(found.cause.line) is None
 
