@@ -15,9 +15,9 @@ from functools import cached_property
 from typing import Any
 
 from ..engines.base import ProcessRole, Rank
+from ..phases.labels import format_ranks, label_order
 from ..procfs import ProcessId
 from ..vocabulary import RoleName
-from .labels import format_ranks, label_order
 from .model import ClassKind, Frame, ProcessDump, RankClass, ThreadStack
 from .signatures import Match, Signature, folded, last_name, match
 

@@ -28,6 +28,7 @@ from ..spec import ServerSpec
 from .evidence import SESSION_ALARM, TEST_ALARM, Evidence
 from .fences import answers
 from .leasing import Leasing
+from .live import Live
 from .options import Settings, alarm_limit, incident_limit
 from .resolve import Wanted, as_layer, build, resolve
 from .state import ERROR, PROBLEM, WANTED, State
@@ -256,6 +257,7 @@ class Pool:
             budget = max(1.0, min(budget, limits.session_deadline - time.time()))
         self._watching.begin()
         state.ledger.starting(spec)
+        live, server = Live(state, item), None
         try:
             server = start(
                 spec,
@@ -267,6 +269,8 @@ class Pool:
                 capabilities=self._leasing.capabilities(lease, spec),
                 owners=state.owners,
                 pass_fds=lease.fds,
+                progress=live.note,
+                tick=live.tick,
             )
         except BaseException as error:
             for release in self._leasing.give_back(lease, None, ()):
@@ -278,6 +282,8 @@ class Pool:
             reason = f"it did not start ({error.verdict}{f', {error.incident}' if error.incident else ''})"
             self._strikes.setdefault(spec.key, []).append(reason)
             raise
+        finally:
+            live.end(ready=server is not None)
         slot = Slot(wanted.key, server, limits, lease, Evidence(server, limits.dump_timeout + limits.grace))
         self._slots.append(slot)
         if limits.session_deadline is not None:

@@ -12,6 +12,7 @@ import time
 import uuid
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -67,6 +68,7 @@ def start(
     owners: Sequence[int] = (),
     pass_fds: Sequence[int] = (),
     progress: Callable[[str], None] | None = None,
+    tick: Callable[[ServerRecord], None] | None = None,
 ) -> Server:
     """Start a server and wait until it is ready. When this raises, nothing of the server is left.
 
@@ -80,6 +82,7 @@ def start(
         pass_fds: descriptors that the supervisor keeps open until nothing of the server is left (GPU leases); the
             server does not get them.
         progress: called with a short text whenever the wait knows something new.
+        tick: called in this thread every second or more often while the wait lasts, for those who show how far it is.
 
     Raises:
         ServerStartError: it did not become ready; ``verdict`` and the message say why.
@@ -137,6 +140,7 @@ def start(
                 rearm=lambda: control.arm(STARTUP_ALARM, time.monotonic() + limits.startup, argv, limits.dump),
                 disarm=lambda: control.disarm(STARTUP_ALARM),
                 progress=progress or (lambda _: None),
+                tick=partial(tick, record) if tick is not None else (lambda: None),
                 post_mortem=lambda: server.dump(EXITED),
             )
         )

@@ -105,7 +105,7 @@ class Waiting:
         incident_limit: seconds that an incident, and the end of the tree after it, may take.
         rearm: called when the budget is over and the incident spared the server (``--gpuserve-mode=soft``).
         disarm: called when the server is ready; False: the budget was over at that very moment.
-        progress: called with a short text whenever something new is known.
+        progress: called with a short text whenever something new is known. tick: called every second or more often.
         post_mortem: takes the incident of a server that has exited by itself.
     """
 
@@ -118,6 +118,7 @@ class Waiting:
     rearm: Callable[[], None]
     disarm: Callable[[], bool]
     progress: Callable[[str], None]
+    tick: Callable[[], None]
     post_mortem: Callable[[], object]
 
 
@@ -230,6 +231,7 @@ class _Wait:
 
     def _check(self) -> None:
         """Raise when the server cannot become ready any more."""
+        self._w.tick()
         alive = self._w.control.alive()  # first: what it did last is in the events then
         events = self._w.control.events(self._seen)
         first = next((event for event in events if event.kind in ("fired", "exited", "killing")), None)
