@@ -90,7 +90,10 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _table(name: str) -> Kernels | None:
-    return kernels_of(get_engine(name))
+    try:
+        return kernels_of(get_engine(name))
+    except EngineError:  # somebody else's, and broken: that is told where it is used
+        return None
 
 
 def _examine(name: str, arguments: argparse.Namespace, archs: Sequence[Capability]) -> Examined:
