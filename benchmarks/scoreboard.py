@@ -326,7 +326,7 @@ def _read(bench: Bench, result: Result, directory: Path) -> None:
         return
     exited = Control(directory).last("exited")
     if exited and result.case.kind in CRASHES:
-        judged = judge(Evidence(server_exit=exited.data.get("code"), log=logs.facts(load(directory))))
+        judged = judge(Evidence(server_exit=exited.data.get("code"), log=logs.said(load(directory)).facts))
         result.verdict, result.culprits, result.text = judged.verdict, judged.culprits, judged.text
 
 

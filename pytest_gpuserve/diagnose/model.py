@@ -111,6 +111,8 @@ class Judgement:
     """What we say, and on what it rests. ``text`` is one paragraph a maintainer can paste.
 
     ``facts`` are (claim, witness) pairs; ``ruled_out`` likewise (what it is not, and by what). ``confidence`` 0..1.
+    ``cause`` and ``advice`` are the parts of ``text`` that say what happened and what to do; ``known``: addresses of
+    public reports of the same.
     """
 
     verdict: Verdict
@@ -122,6 +124,9 @@ class Judgement:
     confidence: float
     text: str
     facts: tuple[tuple[str, str], ...] = ()
+    cause: str = ""
+    advice: str = ""
+    known: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The object of schema ``gpuserve.verdict/1``."""
@@ -135,5 +140,8 @@ class Judgement:
             "ruled_out": [{"what": what, "by": by} for what, by in self.ruled_out],
             "facts": [{"claim": claim, "witness": witness} for claim, witness in self.facts],
             "confidence": self.confidence,
+            "cause": self.cause,
+            "advice": self.advice,
+            "known": list(self.known),
             "text": self.text,
         }

@@ -9,12 +9,13 @@ from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, get_args
 
 from ..engines.base import ProcessRole
 from ..procfs import ProcessId
+from ..vocabulary import RoleName
 from . import dump_text
-from .model import Frame, ProcessDump, ThreadStack
+from .model import Dumper, Frame, ProcessDump, ThreadStack
 from .roles import UNKNOWN, any_role, rank_in
 
 RoleOf = Callable[[Sequence[str], str], ProcessRole | None]
@@ -22,6 +23,8 @@ RoleOf = Callable[[Sequence[str], str], ProcessRole | None]
 STACK_SCHEMA = "gpuserve.stack/1"
 """Schema of ``stacks/<label>.<pid>.json`` in an incident; see :func:`to_json`."""
 
+_ROLES: tuple[RoleName, ...] = get_args(RoleName)
+_DUMPERS: tuple[Dumper, ...] = get_args(Dumper)
 _MARKER_NAME = re.compile(r"fh\.(\d+)\.(\d+)\.txt$")
 
 
@@ -185,15 +188,21 @@ def _pyspy_dump(pid: int, stacks: object, envelope: Mapping[str, Any], role_of: 
         problem = _str(envelope.get("stderr")) or "the dump holds no stack"
     facts = envelope.get("facts")
     dump = _dump(pid, title, threads, role_of, "")
-    if dump.role is UNKNOWN and (rank := rank_in(str(envelope.get("label", "")))):
+    label = str(envelope.get("label", ""))
+    role = next((name for name in _ROLES if name == envelope.get("role")), None)
+    if role and envelope.get("schema") == STACK_SCHEMA:  # our own: the engine was asked then
+        dump = replace(dump, role=ProcessRole(role, rank_in(label)))
+    elif dump.role is UNKNOWN and (rank := rank_in(label)):
         dump = replace(dump, role=ProcessRole("worker", rank))
     return replace(
         dump,
+        dumper=next((name for name in _DUMPERS if name == envelope.get("dumper")), dump.dumper),
+        seconds=_number(envelope.get("seconds")),
         process=ProcessId(pid, _int(envelope.get("start")) or 0),
         state=_str(envelope.get("state")) or "?",
         problem=problem,
         facts=facts if isinstance(facts, dict) else {},
-        taken=float(envelope["taken"]) if isinstance(envelope.get("taken"), (int, float)) else 0.0,
+        taken=_number(envelope.get("taken")),
         raw=json.dumps(stacks) if stacks else text if isinstance(text, str) else "",
     )
 
@@ -229,6 +238,10 @@ def _pyspy_frame(frame: Mapping[str, Any]) -> Frame:
 
 def _int(value: object) -> int | None:
     return value if isinstance(value, int) and not isinstance(value, bool) else None
+
+
+def _number(value: object) -> float:
+    return float(value) if isinstance(value, (int, float)) else 0.0
 
 
 def _str(value: object) -> str | None:

@@ -35,7 +35,20 @@ def judgement(case: Case, finding: Finding) -> Judgement:
         confidence=round(finding.confidence, 2),
         text=_text(case, finding, phase),
         facts=tuple(facts),
+        cause=_cause(case, finding),
+        advice=" ".join(_advice(finding)),
+        known=_reports(finding),
     )
+
+
+def _cause(case: Case, finding: Finding) -> str:
+    """What happened, without a full stop; "" where nothing more than the verdict is known."""
+    clauses = [finding.what] if finding.what else []
+    if not finding.complete and finding.verdict in ("hang", "slow", "undecided"):
+        clauses.extend(_class_clauses(case, finding))
+    if finding.undecided:
+        clauses.append(finding.undecided)
+    return "; ".join(clause.rstrip(". ") for clause in clauses)
 
 
 def _text(case: Case, finding: Finding, phase: str | None) -> str:
@@ -48,16 +61,12 @@ def _text(case: Case, finding: Finding, phase: str | None) -> str:
         head += f" after {progress.still:.0f} s without progress"
     elif evidence.after is not None and finding.verdict in ("hang", "slow", "undecided"):
         head += f" after {evidence.after:.0f} s"
-    clauses = [finding.what] if finding.what else []
-    if not finding.complete and finding.verdict in ("hang", "slow", "undecided"):
-        clauses.extend(_class_clauses(case, finding))
-    if finding.undecided:
-        clauses.append(finding.undecided)
-    said = "; ".join(clause.rstrip(". ") for clause in clauses)
+    said = _cause(case, finding)
     sentences = [f"{head}: {said}." if said else f"{head}."]
     if finding.slow:
         sentences.append(_slow_sentence(finding))
     sentences.extend(_advice(finding))
+    sentences.extend(_known(finding))
     if finding.verdict in ("hang", "slow", "crash", "undecided"):
         sentences.append(memory_sentence(evidence.memory, finding.verdict))
     if finding.verdict == "hang":
@@ -154,12 +163,21 @@ def _advice(finding: Finding) -> list[str]:
     elif finding.signature:
         everyone = finding.layer != "desync" and not finding.culprits
         sentences.append((everyone and finding.signature.together) or finding.signature.advice)
-    signature = finding.signature
-    reports = [short for url in (signature.sources if signature else ()) if "#" in (short := _short(url))]
-    if signature and reports and finding.verdict in ("hang", "slow"):
-        fixed = f", fixed in {signature.fixed_in}" if signature.fixed_in else ""
-        sentences.append(f"Known: {reports[0]}{fixed}.")
     return sentences
+
+
+def _reports(finding: Finding) -> tuple[str, ...]:
+    """Public reports of the same, as addresses."""
+    if finding.signature is None or finding.verdict not in ("hang", "slow"):
+        return ()
+    return tuple(url for url in finding.signature.sources if "#" in _short(url))
+
+
+def _known(finding: Finding) -> list[str]:
+    signature, reports = finding.signature, _reports(finding)
+    if signature is None or not reports:
+        return []
+    return [f"Known: {_short(reports[0])}{f', fixed in {signature.fixed_in}' if signature.fixed_in else ''}."]
 
 
 def _short(url: str) -> str:

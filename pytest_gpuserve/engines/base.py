@@ -114,6 +114,7 @@ class Engine(Protocol):
     """An inference engine as the rest of the package sees it. Implementations are stateless and import lazily.
 
     One whose servers need no GPU says so by an attribute ``uses_gpus = False``: none is then chosen for them.
+    ``info_paths``, where it is there, are paths whose GET answers with JSON about the server, also while ranks hang.
     """
 
     @property

@@ -141,6 +141,7 @@ class SGLang:
     """The ``sglang`` engine."""
 
     name = "sglang"
+    info_paths = ("/model_info", "/v1/models")  # static; /server_info waits for the ranks
     grammar = GRAMMAR
     kernels = KERNELS
     axes: Mapping[str, Collection[str]] = {

@@ -161,6 +161,7 @@ class VLLM:
     """The ``vllm`` engine."""
 
     name = "vllm"
+    info_paths = ("/version", "/v1/models")  # static, answered while the ranks hang
     grammar = GRAMMAR
     kernels = KERNELS
     axes: Mapping[str, Collection[str]] = {

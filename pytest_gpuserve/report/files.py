@@ -6,11 +6,13 @@ leaves whole files. Nothing is ever written through a link: all names are opened
 
 from __future__ import annotations
 
+import errno
+import hashlib
 import json
 import os
 import re
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -19,6 +21,9 @@ from .redact import Redactor
 
 MARKER = ".gpuserve"
 """File in every directory that we made: only those are ever pruned."""
+
+MOST_TEXT = 16 << 20
+"""Characters of one text file; what is longer is cut, and says so."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL follows no link
@@ -30,12 +35,21 @@ def safe_name(text: str, limit: int = 80) -> str:
 
 
 class Store:
-    """A directory that is written to. With a redactor, everything that is written goes through it."""
+    """A directory that is written to. With a redactor, everything that is written goes through it.
+
+    ``files``: size and SHA-256 of what was written, by name.
+    """
 
     def __init__(self, path: Path, redactor: Redactor | None, mode: int) -> None:
         self.path = path
         self._redactor = redactor
         self._mode = mode
+        self.files: dict[str, tuple[int, str]] = {}
+
+    @property
+    def redacts(self) -> bool:
+        """Others may read it."""
+        return self._redactor is not None
 
     def write(self, name: str, text: str, *, clean: bool = False) -> None:
         """Write ``name`` (which may have one directory in front), replacing what is there. ``clean``: it is redacted.
@@ -43,7 +57,10 @@ class Store:
         Raises:
             OSError: it cannot be written.
         """
-        self._write(name, self._redactor.redact(text) if self._redactor and not clean else text)
+        text = self._redactor.redact(text) if self._redactor and not clean else text
+        if len(text) > MOST_TEXT:
+            text = f"{text[:MOST_TEXT]}\n<cut here: {len(text)} characters in all>\n"
+        self._write(name, text)
 
     def write_json(self, name: str, value: Any) -> None:
         """Write a JSON value; redaction sees its strings, not its syntax."""
@@ -61,11 +78,13 @@ class Store:
             draft = f".{last}.new"
             with suppress(FileNotFoundError):
                 os.unlink(draft, dir_fd=directory)
-            with open(os.open(draft, _NEW_FILE, self._mode, dir_fd=directory), "w", errors="backslashreplace") as file:
-                file.write(text)
+            data = text.encode(errors="backslashreplace")
+            with open(os.open(draft, _NEW_FILE, self._mode, dir_fd=directory), "wb") as file:
+                file.write(data)
                 file.flush()
                 os.fsync(file.fileno())
             os.rename(draft, last, src_dir_fd=directory, dst_dir_fd=directory)
+        self.files[name] = (len(data), hashlib.sha256(data).hexdigest())
 
     @contextmanager
     def _opened(self, folders: list[str]) -> Iterator[int]:
@@ -85,7 +104,8 @@ class Store:
 class Stores:
     """The raw directory and, where there is one, the redacted one; both are written alike."""
 
-    def __init__(self, raw: Store, shared: Store | None, problem: str | None) -> None:
+    def __init__(self, raw: Store, shared: Store | None, problem: str | None, name: Path | None = None) -> None:
+        self._name = name
         self.raw = raw
         self.shared = shared
         self.problem = problem
@@ -94,21 +114,45 @@ class Stores:
     @property
     def path(self) -> Path:
         """The one to tell people."""
-        return (self.shared or self.raw).path
+        return self._name or (self.shared or self.raw).path
+
+    def publish(self) -> None:
+        """Give the redacted directory its name, now that it says what it is; until then it is a draft."""
+        if self.shared is None or self._name is None:
+            return
+        wanted, self._name = self._name, None
+        for number in range(1, 1000):
+            name = wanted if number == 1 else wanted.with_name(f"{wanted.name}-{number}")
+            try:
+                self.shared.path.rename(name)  # over an empty directory, never over one with something in it, or a link
+            except OSError as error:
+                if error.errno not in (errno.EEXIST, errno.ENOTEMPTY, errno.ENOTDIR):
+                    self.problem = self.problem or f"{wanted} cannot be made: {error.strerror}"
+                    return
+            else:
+                self.shared.path = name
+                return
 
     def write(self, name: str, text: str, *, clean: bool = False) -> None:
-        for store in self._all():
+        for store in self.all:
             self._try(store, lambda store=store: store.write(name, text, clean=clean))
 
     def write_json(self, name: str, value: Any) -> None:
-        for store in self._all():
+        for store in self.all:
             self._try(store, lambda store=store: store.write_json(name, value))
 
     def write_lines(self, name: str, values: Sequence[Any]) -> None:
-        for store in self._all():
+        for store in self.all:
             self._try(store, lambda store=store: store.write_lines(name, values))
 
-    def _all(self) -> list[Store]:
+    def each(self, write: Callable[[Store], None]) -> None:
+        """Where the two differ; a full disk costs one file as always."""
+        for store in self.all:
+            self._try(store, lambda store=store: write(store))
+
+    @property
+    def all(self) -> list[Store]:
+        """Both, or the raw one."""
         return [store for store in (self.raw, self.shared) if store]
 
     def _try(self, store: Store, write: Any) -> None:
@@ -137,11 +181,12 @@ def open_stores(server: Path, artifacts: Path | None, name: str, redactor: Redac
         artifacts.mkdir(parents=True, exist_ok=True)
         if made or not any(artifacts.iterdir()):
             Store(artifacts, None, 0o644).write(MARKER, "gpuserve\n")
-        shared = Store(_new_directory(artifacts, raw.path.name, 0o755), redactor, 0o644)
+        draft = f".{raw.path.name}.{os.getpid()}.new"
+        shared = Store(_new_directory(artifacts, draft, 0o755), redactor, 0o644)
         shared.write(MARKER, "gpuserve\n")
     except OSError as error:
         return Stores(raw, None, f"{artifacts} cannot be written: {error.strerror}")
-    return Stores(raw, shared, None)
+    return Stores(raw, shared, None, artifacts / raw.path.name)
 
 
 def incident_name(spec_id: str, reason: str, now: float | None = None) -> str:

@@ -56,6 +56,15 @@ def tree(record: ServerRecord, alive: Sequence[procfs.Stat]) -> list[procfs.Stat
     return [*alive, *(entry for entry in dead if entry.pid not in pids)]
 
 
+def environment(record: ServerRecord) -> dict[str, str]:
+    """The server's environment; of one that is gone, what it was asked to have."""
+    found = procfs.environ(record.root.pid) if record.root and procfs.same(record.root) else {}
+    if found:
+        return dict(found)
+    chosen = {"CUDA_VISIBLE_DEVICES": ",".join(record.gpus)} if record.gpus else {}
+    return {**chosen, **{name: value for name, value in record.spec.env if value is not None}}
+
+
 def gpus(record: ServerRecord, pids: Iterable[int], limit: float = 5.0) -> tuple[gpu.Gpu, ...]:
     """A reading of the GPUs that the server's processes have open; none are asked when it uses none."""
     minors = {minor for pid in pids for minor in _devices(pid)}

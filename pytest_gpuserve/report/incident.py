@@ -34,11 +34,12 @@ def command(
     soft: bool = False,
     limit: float | None = None,
     rounds: int | None = None,
+    keep: int = 0,
 ) -> list[str]:
     """argv that takes an incident of the server in ``directory``; ``artifacts`` None: only the private copy is written.
 
     ``limit``: seconds within which it ends by itself; give the supervisor's limit less a second or two. ``rounds``: how
-    often to look, 2 s apart; 3 unless told.
+    often to look, 2 s apart; 3 unless told. ``keep``: as in :class:`pytest_gpuserve.report.taking.Request`.
     """
     argv = [sys.executable, "-m", "pytest_gpuserve.report.incident", "--server", os.fspath(directory)]
     argv += ["--artifacts", "off" if artifacts is None else os.fspath(artifacts), "--reason", reason]
@@ -46,6 +47,7 @@ def command(
     argv += ["--after", f"{after:g}"] if after is not None else []
     argv += ["--limit", f"{limit:g}"] if limit is not None else []
     argv += ["--rounds", str(rounds)] if rounds is not None else []
+    argv += ["--keep", str(keep)] if keep else []
     return [*argv, "--soft"] if soft else argv
 
 
@@ -59,6 +61,7 @@ def record_incident(
     soft: bool = False,
     limit: float | None = None,
     rounds: int = 3,
+    keep: int = 0,
     leave: Callable[[int], object] | None = None,
 ) -> Incident:
     """Take an incident of the server in ``directory``.
@@ -70,7 +73,7 @@ def record_incident(
         GpuserveError: there is no record of a server.
         OSError: nothing can be written, not even in the server's own directory.
     """
-    request = Request(reason, test, after, soft, usual_limit(directory) if limit is None else limit, rounds)
+    request = Request(reason, test, after, soft, usual_limit(directory) if limit is None else limit, rounds, keep)
     return Taking(load(directory), artifacts, request, leave).run()
 
 
@@ -93,6 +96,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--after", type=float)
     parser.add_argument("--limit", type=float)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--keep", type=int, default=0)
     parser.add_argument("--soft", action="store_true")
     given = parser.parse_args(argv)
     try:
@@ -105,6 +109,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             soft=given.soft,
             limit=given.limit,
             rounds=given.rounds,
+            keep=given.keep,
             leave=os._exit,
         )
         code = taken.decision.exit_code

@@ -10,7 +10,7 @@ from .. import __version__
 from ..diagnose.merge import Merged
 from ..diagnose.model import ProcessDump
 from .gather import Scene
-from .incident_text import Words
+from .incident_text import Words, sections
 from .probe import Probe
 
 SCHEMA = "gpuserve.incident/1"
@@ -62,6 +62,7 @@ def body(words: Words, probe: Probe | None, test_waits: bool | None, environment
         "gpus": [g.to_json() for g in scene.gpus],
         "environment": dict(environment),
         "problems": list(words.problems),
+        "sections": sections(words),
     }
 
 

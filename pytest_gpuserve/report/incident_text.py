@@ -1,9 +1,8 @@
-"""What a person reads of an incident: a short text for a terminal, verdict.md, stacks.txt; foreign text escaped."""
+"""What a person reads of an incident: a text for a terminal, the blocks of reports, stacks.txt; all escaped."""
 
 from __future__ import annotations
 
 import re
-import time
 from collections import defaultdict
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -18,14 +17,6 @@ from ..text import escape, one_line
 from .blame import Decision
 from .gather import Scene
 
-_REASONS = {
-    "startup_budget": "the start-up budget was over",
-    "test_timeout": "the test's timeout was reached",
-    "request_timeout": "a request timed out",
-    "no_progress": "nothing moved",
-    "session_deadline": "the session's deadline was reached",
-    "manual": "asked for",
-}
 _WIDTH = 160
 
 
@@ -69,45 +60,17 @@ def summary(words: Words, where: str) -> str:
     return "\n".join(parts)
 
 
-def verdict_page(words: Words) -> str:
-    """verdict.md: the paragraph first, then what it rests on. Foreign text stands in code or with its angle brackets
-    written out, so that no viewer takes it for markup."""
-    scene, judgement = words.scene, words.judgement
-    record = scene.record
-    test = f" in {_inline(words.line(scene.test, None))}" if scene.test else ""
-    reason = _REASONS.get(scene.reason) or _inline(words.line(scene.reason))
-    moment = time.strftime("%Y-%m-%d %H:%M:%S %z")
-    fate = "ended" if words.decision.kill else "spared"
-    lines = [
-        f"# {judgement.verdict}: {record.spec.id}",
-        "",
-        _inline(words.clean(judgement.text)),
-        "",
-        f"{reason}{test}, {moment}; {fate}: {_inline(words.line(words.decision.why, None))}. "
-        f"Confidence {judgement.confidence:.2f}.",
-        "",
-    ]
-    if judgement.facts:
-        lines += ["## What it rests on", ""]
-        lines += [f"- {_inline(words.line(c, None))} ({_inline(words.line(w))})" for c, w in judgement.facts]
-        lines.append("")
-    if judgement.ruled_out:
-        lines += ["## What it is not", ""]
-        lines += [f"- {_inline(words.line(c))}: {_inline(words.line(by, None))}" for c, by in judgement.ruled_out]
-        lines.append("")
-    for title, block in (
-        ("Phases", _phase_lines(words)),
-        ("Stacks", _stack_lines(words, 60)),
-        ("Last lines of the log", _log_lines(words, 40)),
-        ("Machine", _machine_lines(words)),
-        ("The test's process", _owner_lines(words)),
-        ("Notes", [words.line(note, None) for note in _notes(words)]),
-    ):
-        if block:
-            lines += [f"## {title}", "", *_code(block), ""]
-    command = words.clean(" ".join(record.argv))
-    lines += ["## Command", "", *_code([command]), ""]
-    return "\n".join(lines)
+def sections(words: Words) -> dict[str, list[str]]:
+    """The blocks of lines that reports show, by title; redacted and escaped, empty ones left out."""
+    found = {
+        "Phases": _phase_lines(words),
+        "Stacks": _stack_lines(words, 60),
+        "Last lines of the log": _log_lines(words, 40),
+        "Machine": _machine_lines(words),
+        "The test's process": _owner_lines(words),
+        "Notes": [words.line(note, None) for note in _notes(words)],
+    }
+    return {title: lines for title, lines in found.items() if lines}
 
 
 def stacks_text(merged: Merged | None, rounds: Sequence[Sequence[ProcessDump]], owner: ProcessDump | None) -> str:
@@ -231,18 +194,6 @@ def _notes(words: Words) -> list[str]:
     if words.probe:
         notes.append(f"asked just now: {words.probe}")
     return [*notes, *words.problems]
-
-
-def _code(lines: Sequence[str]) -> list[str]:
-    """A fence longer than any run of backquotes inside."""
-    longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
-    fence = "`" * max(3, longest + 1)
-    return [f"{fence}text", *lines, fence]
-
-
-def _inline(text: str) -> str:
-    """Inside a paragraph of Markdown: no markup, no tag, no link but plain addresses."""
-    return re.sub(r"([\\*\[\]`])", r"\\\1", text).replace("<", "&lt;")
 
 
 def _gib(size: int | None) -> str:

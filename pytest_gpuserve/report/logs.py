@@ -46,14 +46,22 @@ def read(record: ServerRecord, grammar: LogGrammar | None) -> Log:
     return Log(phases, _by_rank(tail, grammar), tail, pids, server)
 
 
-def facts(record: ServerRecord) -> tuple[LogFact, ...]:
+@dataclass(frozen=True, slots=True)
+class Said:
+    """What the log says of a failure. ``line``: number of the line that did it, from 1."""
+
+    facts: tuple[LogFact, ...] = ()
+    line: int | None = None
+
+
+def said(record: ServerRecord) -> Said:
     """What the log says of a failure."""
     found = triage.explain([str(record.log)], record.engine)
     facts = [LogFact(hint, "log") for hint in (*found.degraded, *found.hints) if "gpuserve " not in hint]  # no how-to
-    if found.cause is not None and found.verdict in _FATAL:
-        witness = f"{record.log.name}, line {found.cause.number}"
-        facts.insert(0, LogFact(found.cause.line, witness, found.verdict, found.cause.rank))
-    return tuple(facts)
+    if found.cause is None or found.verdict not in _FATAL:
+        return Said(tuple(facts))
+    witness = f"{record.log.name}, line {found.cause.number}"
+    return Said((LogFact(found.cause.line, witness, found.verdict, found.cause.rank), *facts), found.cause.number)
 
 
 def said_more(path: Path, since: int, engine: Engine | None) -> bool:

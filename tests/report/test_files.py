@@ -87,6 +87,7 @@ def test_a_full_disk_costs_no_more_than_the_file(tmp_path, redactor, monkeypatch
     server = tmp_path / "server"
     server.mkdir()
     stores = open_stores(server, tmp_path / "artifacts", "name", redactor)
+    stores.publish()
     real = os.fsync
 
     def full(handle):
@@ -107,6 +108,10 @@ def test_directories_marker_and_collisions(tmp_path, redactor):
     artifacts = tmp_path / "deep" / "artifacts"
     one = open_stores(server, artifacts, "n", redactor)
     two = open_stores(server, artifacts, "n", redactor)
+    assert all(name.startswith(".") for name in os.listdir(artifacts))  # drafts, until they say what they are
+    for stores in (one, two):
+        stores.publish()
+        stores.publish()
     assert [one.path, two.path] == [artifacts / "n", artifacts / "n-2"]
     assert two.raw.path == server / "incidents" / "n-2"
     assert stat.S_IMODE(one.raw.path.stat().st_mode) == 0o700
@@ -121,6 +126,30 @@ def test_directories_marker_and_collisions(tmp_path, redactor):
     broken = open_stores(server, theirs / "report.html" / "x", "n", redactor)
     assert broken.shared is None
     assert "cannot be written" in broken.problem
+
+
+def test_a_name_that_is_taken_is_never_written_into(tmp_path, redactor):
+    server = tmp_path / "server"
+    server.mkdir()
+    artifacts, elsewhere = tmp_path / "artifacts", tmp_path / "elsewhere"
+    elsewhere.mkdir()
+    (artifacts / "n-2").mkdir(parents=True)
+    (artifacts / "n-2" / "theirs").write_text("x")
+    (artifacts / "n").symlink_to(elsewhere)
+    stores = open_stores(server, artifacts, "n", redactor)
+    stores.publish()
+    stores.write("a.txt", "x")
+    assert stores.path == artifacts / "n-3"
+    assert (artifacts / "n-3" / "a.txt").read_text() == "x"
+    assert not any(elsewhere.iterdir())
+    assert os.listdir(artifacts / "n-2") == ["theirs"]
+
+
+def test_text_that_is_too_long_is_cut_and_says_so(tmp_path, monkeypatch):
+    monkeypatch.setattr("pytest_gpuserve.report.files.MOST_TEXT", 100)
+    store = Store(tmp_path, None, 0o600)
+    store.write("a.txt", "x" * 5000)
+    assert (tmp_path / "a.txt").read_text().startswith("x" * 100 + "\n<cut here: 5000 characters")
 
 
 def test_lines_are_appended_or_replaced_in_one_step(tmp_path):

@@ -19,9 +19,10 @@ from pytest_gpuserve.diagnose.verdict import judge
 from pytest_gpuserve.engines.base import ProcessRole, Rank
 from pytest_gpuserve.phases.reader import RankPhase
 from pytest_gpuserve.procfs import ProcessId
-from pytest_gpuserve.report import gather, logs
+from pytest_gpuserve.report import gather, incident_json, logs
 from pytest_gpuserve.report.blame import Decision
-from pytest_gpuserve.report.incident_text import Words, stacks_text, summary, verdict_page
+from pytest_gpuserve.report.incident_text import Words, stacks_text, summary
+from pytest_gpuserve.report.pages import verdict_page
 from pytest_gpuserve.report.redact import Redactor
 from pytest_gpuserve.server.record import ServerRecord
 from pytest_gpuserve.spec import ServerSpec
@@ -141,7 +142,8 @@ HOSTILE = st.text(st.sampled_from("`<>[]()!*\\#\n\t ab\x1b\u202e|_&"), max_size=
 def test_foreign_text_is_no_markup_outside_of_code(one, two, three):
     judgement = Judgement("hang", None, (), (), (), ((one, two),), 0.5, f"text {three}", ((two, one),))
     found = words([dump(0, "f", title=f"t{one}")], judgement=judgement, lines={"server": [two, three]}, test=three)
-    page = verdict_page(replace(found, decision=Decision(True, one)))
+    found = replace(found, decision=Decision(True, one))
+    page = verdict_page({**incident_json.head(found.scene, 0.0), **incident_json.body(found, None, None, {})})
     assert "\x1b" not in page
     assert "\u202e" not in page
     inside = None

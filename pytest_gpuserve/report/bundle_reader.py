@@ -1,0 +1,247 @@
+"""Reading a bundle that came from anywhere: a directory or a zip, nothing in it trusted.
+
+Nothing is ever unpacked to a disk; everything is read into memory up to a limit. No link is followed, no name leads
+out of the bundle, and names are only ever looked up, never opened as paths (directories: relative to an open one).
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+import zipfile
+import zlib
+from collections.abc import Mapping
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, Final, Protocol
+
+from ..errors import GpuserveError
+from ..text import one_line
+from .bundle import NAME
+from .files import MARKER
+
+MOST_FILES: Final = 20_000
+MOST_BYTES: Final = 64 << 20
+"""Bytes of one file that are read."""
+MOST_DEPTH: Final = 6
+
+_DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
+_SIGNS: Final = (NAME, "incident.json", MARKER)
+"""Any of these makes a directory a bundle."""
+
+
+class BundleError(GpuserveError):
+    """It is no bundle, or not a safe one."""
+
+
+class Files(Protocol):
+    """A tree of files by name (``stacks/TP0.7.json``)."""
+
+    @property
+    def names(self) -> Mapping[str, int]:
+        """Every regular file and its size."""
+
+    @property
+    def odd(self) -> Mapping[str, str]:
+        """What is there and is not read, and why."""
+
+    def read(self, name: str, limit: int = MOST_BYTES) -> bytes:
+        """The beginning of a file. Raises OSError where there is none, or it cannot be read."""
+
+
+class Directory:
+    """A directory's regular files."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+        self.names: dict[str, int] = {}
+        self.odd: dict[str, str] = {}
+        handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            self._walk(handle, "", 1)
+        finally:
+            os.close(handle)
+
+    def _walk(self, handle: int, prefix: str, depth: int) -> None:
+        with os.scandir(handle) as entries:
+            for entry in sorted(entries, key=lambda entry: entry.name):
+                name = prefix + entry.name
+                if len(self.names) + len(self.odd) >= MOST_FILES:
+                    self.odd[prefix + "…"] = f"more than {MOST_FILES} files: the rest was not looked at"
+                    return
+                try:
+                    found = entry.stat(follow_symlinks=False)
+                except OSError as error:
+                    self.odd[name] = error.strerror or "cannot be read"
+                    continue
+                if stat.S_ISREG(found.st_mode):
+                    self.names[name] = found.st_size
+                elif stat.S_ISDIR(found.st_mode) and depth < MOST_DEPTH:
+                    with suppress(OSError):
+                        inner = os.open(entry.name, _DIRECTORY, dir_fd=handle)
+                        try:
+                            self._walk(inner, f"{name}/", depth + 1)
+                        finally:
+                            os.close(inner)
+                else:
+                    self.odd[name] = "a link" if stat.S_ISLNK(found.st_mode) else "no plain file"
+
+    def read(self, name: str, limit: int = MOST_BYTES) -> bytes:
+        if name not in self.names:
+            raise FileNotFoundError(name)
+        *folders, last = name.split("/")
+        handle = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+        try:
+            for folder in folders:
+                inner = os.open(folder, _DIRECTORY, dir_fd=handle)
+                os.close(handle)
+                handle = inner
+            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
+            with open(os.open(last, flags, dir_fd=handle), "rb") as file:
+                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # changed since it was listed
+                    raise OSError(f"{name} is no plain file")
+                return file.read(limit)
+        finally:
+            os.close(handle)
+
+
+class Zip:
+    """A zip file's plain members whose names stay inside."""
+
+    def __init__(self, path: Path) -> None:
+        try:
+            self._zip = zipfile.ZipFile(path)
+            entries = self._zip.infolist()
+        except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
+            raise BundleError(f"{one_line(str(path))} cannot be read as a zip: {one_line(str(error))}.") from None
+        self.names: dict[str, int] = {}
+        self.odd: dict[str, str] = {}
+        self._entries: dict[str, zipfile.ZipInfo] = {}
+        for entry in entries[:MOST_FILES]:
+            name = getattr(entry, "orig_filename", entry.filename)  # zipfile cuts names at a NUL
+            if entry.is_dir() and unsafe_name(name.rstrip("/")) is None:
+                continue
+            why = unsafe_name(name) or _unsafe_entry(entry)
+            if why is None and name in self._entries:
+                why = "there twice"
+            if why is not None:
+                self.odd[name] = why
+            else:
+                self._entries[name] = entry
+                self.names[name] = entry.file_size
+        if len(entries) > MOST_FILES:
+            self.odd["…"] = f"more than {MOST_FILES} files: the rest was not looked at"
+
+    def read(self, name: str, limit: int = MOST_BYTES) -> bytes:
+        entry = self._entries.get(name)
+        if entry is None:
+            raise FileNotFoundError(name)
+        try:
+            with self._zip.open(entry) as file:
+                return file.read(limit)
+        except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+            raise OSError(f"{one_line(name)} cannot be unpacked: {one_line(str(error))}") from None
+
+
+class Below:
+    """The files of another tree that lie below a folder."""
+
+    def __init__(self, files: Files, folder: str) -> None:
+        self._files = files
+        self._folder = folder
+        self.names = {name.removeprefix(folder): size for name, size in files.names.items() if name.startswith(folder)}
+        self.odd = {name.removeprefix(folder): why for name, why in files.odd.items() if name.startswith(folder)}
+
+    def read(self, name: str, limit: int = MOST_BYTES) -> bytes:
+        return self._files.read(self._folder + name, limit)
+
+
+class Bundle:
+    """One bundle. ``name``: its directory's; ``files``: everything in it."""
+
+    def __init__(self, name: str, files: Files) -> None:
+        self.name = name
+        self.files = files
+
+    def text(self, name: str, limit: int = MOST_BYTES) -> str | None:
+        """A file as text; None where it is not there or cannot be read."""
+        try:
+            return self.files.read(name, limit).decode(errors="replace")
+        except OSError:
+            return None
+
+    def json(self, name: str) -> dict[str, Any]:
+        """A JSON object; empty where there is none, or something else."""
+        try:
+            found = json.loads(self.text(name) or "")
+        except (ValueError, RecursionError):
+            return {}
+        return found if isinstance(found, dict) else {}
+
+    def stacks(self) -> list[str]:
+        """Names of the files with the stacks of one process each."""
+        return [
+            n for n in sorted(self.files.names) if n.startswith("stacks/") and n.endswith(".json") and "/." not in n
+        ]
+
+
+def open_bundles(path: Path) -> list[Bundle]:
+    """The bundle at ``path``, or all that lie below it (an artifacts directory, a CI artifact).
+
+    Raises:
+        BundleError: there is none.
+    """
+    if path.is_dir():
+        try:
+            files: Files = Directory(path)
+        except OSError as error:
+            raise BundleError(f"{one_line(str(path))} cannot be read: {error.strerror}.") from None
+    else:
+        files = Zip(path)
+    own = path.name.removesuffix(".zip") or path.resolve().name
+    folders = sorted({name.rpartition("/")[0] for name in files.names if name.rpartition("/")[2] in _SIGNS})
+    whole = {folder for folder in folders if _is_bundle(files, folder)}
+    if "" in whole or folders == [""]:
+        return [Bundle(own, files)]
+    inner = [f for f in folders if f and (f in whole or not any(o != f and o.startswith(f"{f}/") for o in folders))]
+    if not inner:
+        raise BundleError(
+            f"{one_line(str(path))} holds no incident: there is neither {' nor '.join(_SIGNS[:2])} in it. Give the "
+            f"directory of one incident, the directory of all, or a zip of either."
+        )
+    return [Bundle(folder.rpartition("/")[2], Below(files, f"{folder}/")) for folder in inner]
+
+
+def _is_bundle(files: Files, folder: str) -> bool:
+    prefix = f"{folder}/" if folder else ""
+    return any(prefix + sign in files.names for sign in _SIGNS[:2])
+
+
+def unsafe_name(name: str) -> str | None:
+    """Why a name in a zip is not taken; None when it is an ordinary relative one."""
+    if "\0" in name:
+        return "a NUL in its name"
+    if name.startswith(("/", "\\")) or (len(name) > 1 and name[1] == ":"):
+        return "an absolute path"
+    if "\\" in name:
+        return "a backslash in its name"
+    parts = name.split("/")
+    if ".." in parts:
+        return "a path that leads out"
+    if "" in parts or "." in parts:
+        return "a path with empty parts"
+    if len(name) > 1024 or len(parts) > MOST_DEPTH + 2:
+        return "a path that is too long"
+    return None
+
+
+def _unsafe_entry(entry: zipfile.ZipInfo) -> str | None:
+    kind = stat.S_IFMT(entry.external_attr >> 16)
+    if kind == stat.S_IFLNK:
+        return "a link"
+    if kind not in (0, stat.S_IFREG):
+        return "no plain file"
+    if entry.flag_bits & 0x1:
+        return "encrypted"
+    return None

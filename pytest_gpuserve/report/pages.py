@@ -1,0 +1,74 @@
+"""verdict.md, from incident.json alone, so that any machine can make it again."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator, Mapping
+from typing import Any, Final
+
+from ..text import escape
+from .markdown import block, code, inline, plain
+
+REASONS: Final = {
+    "startup_budget": "the start-up budget was over",
+    "test_timeout": "the test's timeout was reached",
+    "request_timeout": "a request timed out",
+    "no_progress": "nothing moved",
+    "session_deadline": "the session's deadline was reached",
+    "exited": "it ended by itself",
+    "manual": "asked for",
+    "end": "its time was over",
+}
+
+
+def verdict_page(incident: Mapping[str, Any]) -> str:
+    """The paragraph first, then what it rests on. Foreign text stands in code or with its markup written out."""
+    spec_id = plain(incident.get("id"))
+    test = f" in {plain(incident['test'])}" if incident.get("test") else ""
+    reason = REASONS.get(str(incident.get("reason"))) or plain(incident.get("reason"))
+    fate = "ended" if incident.get("kill") else "spared"
+    lines = [
+        f"# {plain(incident.get('verdict'))}: {spec_id}",
+        "",
+        inline(escape(str(incident.get("text", "")))),
+        "",
+        f"{reason}{test}, {moment(incident)}; {fate}: {plain(incident.get('why') or 'it is not known yet why')}. "
+        f"Confidence {number(incident.get('confidence')):.2f}.",
+        "",
+    ]
+    if facts := pairs(incident.get("facts"), "claim", "witness"):
+        lines += ["## What it rests on", "", *(f"- {plain(c)} ({plain(w)})" for c, w in facts), ""]
+    if ruled_out := pairs(incident.get("ruled_out"), "what", "by"):
+        lines += ["## What it is not", "", *(f"- {plain(c)}: {plain(by)}" for c, by in ruled_out), ""]
+    for title, body in sections(incident):
+        lines += [f"## {plain(title)}", "", *code(body), ""]
+    command = block(" ".join(map(str, incident.get("argv") or ())), 100_000)
+    lines += ["## Command", "", *code(command), ""]
+    return "\n".join(lines)
+
+
+def sections(incident: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
+    """The blocks of lines that the incident kept: phases, stacks, log, machine ..."""
+    found = incident.get("sections")
+    for title, body in found.items() if isinstance(found, Mapping) else ():
+        if isinstance(body, list) and body:
+            yield str(title), [line for entry in body for line in block(entry, 1200) or [""]]
+
+
+def pairs(entries: Any, first: str, second: str) -> list[tuple[str, str]]:
+    """Of a list of objects, two of their keys."""
+    found = entries if isinstance(entries, list) else []
+    return [(str(e.get(first)), str(e.get(second))) for e in found if isinstance(e, Mapping)]
+
+
+def moment(incident: Mapping[str, Any]) -> str:
+    """When it was, in the local time of who reads."""
+    try:
+        return time.strftime("%Y-%m-%d %H:%M:%S %z", time.localtime(number(incident.get("time"))))
+    except (OverflowError, ValueError, OSError):
+        return "at an unknown time"
+
+
+def number(value: Any) -> float:
+    """Zero for what is none."""
+    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
