@@ -1,7 +1,7 @@
-"""``gpuserve explain LOG...``: what became of a server, from its logs alone.
+"""``gpuserve explain FILE...``: what became of a server, from its logs, from stack dumps, or from an incident.
 
-Exit codes: 0 the server was ready; 1 it failed (crash, oom, config, unsupported_arch, port, leak, infra); 3 it stalled;
-4 it works, degraded; 5 undecided; 2 a log cannot be read, or a wrong option.
+Exit codes: 0 the server was ready; 1 it failed (crash, oom, config, unsupported_arch, port, leak, infra); 3 it hung, or
+stalled by its log; 4 it works, degraded; 5 undecided; 2 a file cannot be read, or a wrong option.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import shutil
 import sys
 from collections import defaultdict
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Final
 
 from ..diagnose.triage import SCHEMA, Triage, explain
@@ -26,30 +27,66 @@ EXIT_CODES: Final = {"ready": 0, "stalled": 3, "degraded": 4, "undecided": 5}
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
-        "logs",
+        "files",
         nargs="+",
-        metavar="LOG",
-        help="logs of one server: per rank, per node, or one; .gz, .bz2, .xz and .zst are unpacked; - is stdin",
+        metavar="FILE",
+        help="logs of one server (per rank, per node, or one; .gz, .bz2, .xz and .zst are unpacked; - is stdin); stack "
+        "dumps of py-spy, faulthandler, pystack, gdb or eu-stack; or the directory or zip of an incident, or of many",
     )
-    parser.add_argument("--engine", metavar="NAME", help="the engine that wrote them (default: the log tells)")
-    parser.add_argument("--json", action="store_true", help=f"print the {SCHEMA} object")
+    parser.add_argument("--engine", metavar="NAME", help="the engine that wrote the logs (default: the log tells)")
+    parser.add_argument("--json", action="store_true", help=f"print JSON: of logs the {SCHEMA} object")
+    bundles = parser.add_argument_group("incidents")
+    bundles.add_argument("--check", action="store_true", help="say what is missing or torn; exit code 0: nothing is")
+    bundles.add_argument("--issue", action="store_true", help="print the text to paste into a bug report")
+    bundles.add_argument("--zip", type=Path, metavar="OUT", help="put all of it into one zip file")
+    bundles.add_argument(
+        "--render", type=Path, metavar="DIR", help="judge again, and write verdict.md, issue.md and repro.sh there"
+    )
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "exit codes:\n" + "\n".join(
         f"  {line}"
         for line in (
-            "0  ready",
-            "1  it failed: crash, oom, config, unsupported_arch, port, leak or infra",
-            "2  a log cannot be read, or a wrong option",
-            "3  stalled: neither failed nor ready; a log cannot tell slow from hung",
-            "4  degraded: it works, worse than asked for",
+            "0  ready; with --check: whole",
+            "1  it failed: crash, oom, config, unsupported_arch, port, leak or infra; with --check: not whole",
+            "2  a file cannot be read, or a wrong option",
+            "3  hang; of logs alone stalled: neither failed nor ready, which cannot tell slow from hung",
+            "4  degraded or slow: it works, worse than asked for",
             "5  undecided: not the log of a server we know",
         )
     )
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """Read what was named. Stack dumps and bundles, when they are taken too, are told apart from logs here."""
-    return _logs(arguments)
+    """Read what was named: incidents, stack dumps, logs."""
+    paths = [Path(name) for name in arguments.files]
+    bundles = [path for path in paths if path.is_dir() or is_zip(path)]
+    wanted = [f"--{name}" for name in ("check", "issue", "zip", "render") if getattr(arguments, name)]
+    if bundles and len(bundles) < len(paths):
+        raise GpuserveError("an incident is explained by itself: name it without the logs and dumps beside it.")
+    if bundles:
+        from .explain_bundle import run as explain_bundles
+
+        return explain_bundles(bundles, arguments)
+    if wanted:
+        raise GpuserveError(f"{wanted[0]} is for incidents: name the directory or zip of one.")
+    from .explain_dumps import dumps_of
+    from .explain_dumps import run as explain_dumps
+
+    dumps = {name: found for name, path in zip(arguments.files, paths, strict=True) if (found := dumps_of(path))}
+    if not dumps:
+        return _logs(arguments)
+    logs = [name for name in arguments.files if name not in dumps]
+    log = explain(logs, arguments.engine) if logs else None
+    return explain_dumps([dump for found in dumps.values() for dump in found], log, arguments)
+
+
+def is_zip(path: Path) -> bool:
+    """By its first bytes; an empty zip is one too."""
+    try:
+        with path.open("rb") as file:
+            return path.is_file() and file.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
+    except OSError:
+        return False
 
 
 def _logs(arguments: argparse.Namespace) -> int:
@@ -58,7 +95,7 @@ def _logs(arguments: argparse.Namespace) -> int:
         raise GpuserveError(
             f"there is no engine called {arguments.engine!r}: --engine takes one of {', '.join(known)}."
         )
-    found = explain(arguments.logs, arguments.engine)
+    found = explain(arguments.files, arguments.engine)
     if arguments.json:
         print(json.dumps(found.to_json(), indent=2))  # ASCII: nothing in it is obeyed by a terminal
     else:

@@ -23,12 +23,14 @@ NO_PROGRESS = frozenset({"no_progress", "startup_budget", "request_timeout", "te
 
 @dataclass(frozen=True, slots=True)
 class LogFact:
-    """Something the log says. ``verdict`` where the line decides one (a fatal error), ``rank`` where it has a tag."""
+    """Something the log says. ``verdict`` where the line decides one (a fatal error), ``rank`` whose fault that is,
+    where the log tells; ``hint``: it says what to do, not what happened."""
 
     claim: str
     witness: str
     verdict: Verdict | None = None
     rank: str | None = None
+    hint: bool = False
 
 
 @dataclass(frozen=True, slots=True)

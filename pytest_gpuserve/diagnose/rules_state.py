@@ -73,7 +73,11 @@ def _fatal(case: Case) -> Finding | None:
     if not facts:
         return None
     fact = min(facts, key=lambda f: _FATAL.index(f.verdict or "crash") > _FATAL.index("crash"))
-    culprits = (fact.rank,) if fact.rank and fact.rank in {m.label for m in case.merged.ranks} | set(case.dead) else ()
+    known = {m.label for m in case.merged.ranks} | set(case.dead)
+    known |= (
+        set(case.evidence.expected) if case.evidence.server_exit is not None else set()
+    )  # nobody is left to be seen
+    culprits = (fact.rank,) if fact.rank and fact.rank in known else ()
     return Finding(
         fact.verdict or "crash", fact.claim, culprits=culprits, facts=((fact.claim, fact.witness),), confidence=0.9
     )

@@ -5,6 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Iterable, Sequence
 
+from .advice import advice
 from .case import Case
 from .evidence import LockFact, Memory
 from .finding import Finding
@@ -36,7 +37,7 @@ def judgement(case: Case, finding: Finding) -> Judgement:
         text=_text(case, finding, phase),
         facts=tuple(facts),
         cause=_cause(case, finding),
-        advice=" ".join(_advice(finding)),
+        advice=" ".join(advice(case, finding)),
         known=_reports(finding),
     )
 
@@ -65,7 +66,7 @@ def _text(case: Case, finding: Finding, phase: str | None) -> str:
     sentences = [f"{head}: {said}." if said else f"{head}."]
     if finding.slow:
         sentences.append(_slow_sentence(finding))
-    sentences.extend(_advice(finding))
+    sentences.extend(advice(case, finding))
     sentences.extend(_known(finding))
     if finding.verdict in ("hang", "slow", "crash", "undecided"):
         sentences.append(memory_sentence(evidence.memory, finding.verdict))
@@ -152,18 +153,6 @@ def _slow_sentence(finding: Finding) -> str:
     if finding.facts:
         return "It is alive: " + "; ".join(claim for claim, _ in finding.facts[:3]) + "."
     return "That is normal work while a compiler has CPU time or bytes are read; nobody watched whether it moves."
-
-
-def _advice(finding: Finding) -> list[str]:
-    sentences: list[str] = []
-    if finding.lock and finding.lock.holder_alive is False and finding.lock.path:
-        sentences.append("Remove the lock.")
-    elif finding.advice:
-        sentences.append(finding.advice)
-    elif finding.signature:
-        everyone = finding.layer != "desync" and not finding.culprits
-        sentences.append((everyone and finding.signature.together) or finding.signature.advice)
-    return sentences
 
 
 def _reports(finding: Finding) -> tuple[str, ...]:

@@ -158,11 +158,12 @@ class Below:
 
 
 class Bundle:
-    """One bundle. ``name``: its directory's; ``files``: everything in it."""
+    """One bundle. ``name``: its directory's; ``files``: everything in it; ``instead``: JSON that stands for files."""
 
-    def __init__(self, name: str, files: Files) -> None:
+    def __init__(self, name: str, files: Files, instead: Mapping[str, dict[str, Any]] | None = None) -> None:
         self.name = name
         self.files = files
+        self._instead = instead or {}
 
     def text(self, name: str, limit: int = MOST_BYTES) -> str | None:
         """A file as text; None where it is not there or cannot be read."""
@@ -173,6 +174,8 @@ class Bundle:
 
     def json(self, name: str) -> dict[str, Any]:
         """A JSON object; empty where there is none, or something else."""
+        if name in self._instead:
+            return self._instead[name]
         try:
             found = json.loads(self.text(name) or "")
         except (ValueError, RecursionError):

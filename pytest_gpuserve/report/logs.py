@@ -57,11 +57,15 @@ class Said:
 def said(record: ServerRecord) -> Said:
     """What the log says of a failure."""
     found = triage.explain([str(record.log)], record.engine)
-    facts = [LogFact(hint, "log") for hint in (*found.degraded, *found.hints) if "gpuserve " not in hint]  # no how-to
+    facts = [LogFact(text, "log") for text in found.degraded]
+    facts += [LogFact(text, "log", hint=True) for text in found.hints if "gpuserve " not in text]  # no how-to of ours
     if found.cause is None or found.verdict not in _FATAL:
         return Said(tuple(facts))
     witness = f"{record.log.name}, line {found.cause.number}"
-    return Said((LogFact(found.cause.line, witness, found.verdict, found.cause.rank), *facts), found.cause.number)
+    rank = found.cause.rank
+    if found.cause.kind == "peer_lost":  # who says so is a victim; the only rank that is behind is not
+        rank = found.lagging[0] if len(found.lagging) == 1 else None
+    return Said((LogFact(found.cause.line, witness, found.verdict, rank), *facts), found.cause.number)
 
 
 def said_more(path: Path, since: int, engine: Engine | None) -> bool:

@@ -17,11 +17,10 @@ from ..engines.base import Engine
 from ..gpu import Gpu
 from ..server.record import ServerRecord
 from . import bundle, log_parts, repro, versions
+from .again import render
 from .bundle_reader import Bundle, Directory
-from .files import Store, Stores
+from .files import Stores
 from .gather import Later
-from .issue import issue
-from .pages import verdict_page
 from .redact import Redactor
 
 TESTS: Final = 400
@@ -79,7 +78,7 @@ class Surroundings:
 
     def render(self) -> None:
         """The pages, from what is in each directory now: the same code makes them again on another machine."""
-        self._stores.each(render_into)
+        self._stores.each(lambda store: render(Bundle(store.path.name, Directory(store.path)), store))
 
     def manifest(self, *, complete: bool) -> None:
         """bundle.json; the last file of a whole bundle."""
@@ -142,15 +141,6 @@ class Surroundings:
             lines = last_lines(shared.path.parent / "results.jsonl", TESTS)
             if lines:
                 self._stores.write("results.jsonl", "".join(lines), clean=True)
-
-
-def render_into(store: Store) -> None:
-    """verdict.md, issue.md and repro.sh of the bundle in a store, from its other files."""
-    found = Bundle(store.path.name, Directory(store.path))
-    incident = found.json("incident.json")
-    store.write("verdict.md", verdict_page(incident), clean=True)
-    store.write("repro.sh", repro.script(found.json("server.json"), incident), clean=True)
-    store.write("issue.md", issue(found), clean=True)
 
 
 def last_lines(path: Path, most: int) -> list[str]:

@@ -1,0 +1,74 @@
+"""``gpuserve explain DUMP...``: stacks that were taken elsewhere, with or without the server's log."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import re
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Final
+
+from ..diagnose import parse
+from ..diagnose.evidence import Evidence, LogFact
+from ..diagnose.merge import merge
+from ..diagnose.model import ProcessDump
+from ..diagnose.triage import Triage
+from ..diagnose.verdict import judge
+from ..engines import engine_names, get_engine
+from ..errors import GpuserveError
+from ..text import escape
+
+EXIT_CODES: Final = {"ready": 0, "hang": 3, "slow": 4, "undecided": 5}
+"""Exit code by verdict; every other verdict is a failure, 1."""
+
+_HEAD: Final = 256 << 10
+_MOST: Final = 64 << 20
+_SIGNS: Final = re.compile(
+    rb"(?m)^\s*(?:Process \d+: |Thread (?:0x)?[0-9a-f]+ \(|(?:Current thread|Thread) 0x[0-9a-f]+"
+    rb"|Traceback for thread \d+|#0 +0x|TID \d+:|\[\{\"pid\")|\"frames\": ?\["
+)
+_FATAL: Final = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
+
+
+def dumps_of(path: Path) -> list[ProcessDump]:
+    """The stacks in a file; none when it does not look like a dump, or has the time stamps of an engine's log: that may
+    quote a stack, too."""
+    try:
+        if not path.is_file():
+            return []
+        with path.open("rb") as file:
+            head = file.read(_HEAD)
+            if not _SIGNS.search(head) or any(clock.search(head) for clock in _clocks()):
+                return []
+            text = (head + file.read(_MOST)).decode(errors="replace")
+    except OSError:
+        return []
+    return parse.read_dumps(text, source=path.name)
+
+
+def _clocks() -> Iterator[re.Pattern[bytes]]:
+    for name in engine_names():
+        with suppress(GpuserveError):
+            if clock := get_engine(name).grammar.clock:
+                yield clock
+
+
+def run(dumps: Sequence[ProcessDump], log: Triage | None, arguments: argparse.Namespace) -> int:
+    """Judge them; ``log``: what the logs that were named beside them say."""
+    rounds = parse.as_rounds(dumps)
+    merged = merge(rounds)
+    ranks = tuple(log.ranks) if log else ()
+    facts: tuple[LogFact, ...] = ()
+    if log and log.cause is not None and log.verdict in _FATAL:
+        facts = (LogFact(log.cause.line, f"{log.cause.log}, line {log.cause.number}", log.verdict, log.cause.rank),)
+    evidence = Evidence(
+        reason="no_progress", rounds=rounds, expected=ranks, log=facts, engine=log.engine if log else None, foreign=True
+    )
+    judgement = judge(evidence)
+    if arguments.json:
+        print(json.dumps(judgement.to_json(), indent=1))
+    else:
+        print(escape(f"{judgement.text}\n\n{merged.text()}", 200))
+    return EXIT_CODES.get(judgement.verdict, 1)
