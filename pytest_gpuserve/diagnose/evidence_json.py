@@ -11,8 +11,8 @@ from typing import Any, Final, TypeVar
 
 from ..engines.base import ProcessRole
 from ..gpu import Gpu
+from ..phases.rank_phase import RankPhase
 from ..vocabulary import PHASES, VERDICTS
-from ..watch.rank_phase import RankPhase
 from .evidence import Evidence, LockFact, LogFact, Memory, Progress, Witness
 from .model import ProcessDump
 from .roles import rank_in

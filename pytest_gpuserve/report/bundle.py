@@ -67,6 +67,11 @@ def manifest(store: Store, *, complete: bool, left_out: Mapping[str, str]) -> di
     }
 
 
+def named_like_one(name: str) -> bool:
+    """The name of an incident's directory, or of one that was killed while it was made."""
+    return bool(_NAME.fullmatch(name) or _DRAFT.fullmatch(name))
+
+
 def prune(artifacts: Path, keep: int, *, spare: Path | None = None) -> list[str]:
     """Remove the oldest incidents but ``keep``, and drafts that were never finished.
 

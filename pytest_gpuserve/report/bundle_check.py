@@ -99,7 +99,7 @@ def _ranks(bundle: Bundle, incident: dict[str, Any], complete: bool) -> Iterator
             problem = entry.get("problem") if isinstance(entry, dict) else None
             yield f"stacks of {label}", str(problem or "they were not taken")
     gone = incident.get("missing")
-    for label in gone if isinstance(gone, list) else ():
+    for label in map(str, gone if isinstance(gone, list) else ()):
         if label not in ranks:
             yield f"stacks of {label}", "it was gone when they were taken"
     if not ranks and not names:

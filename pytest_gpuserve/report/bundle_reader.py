@@ -18,7 +18,7 @@ from typing import Any, Final, Protocol
 
 from ..errors import GpuserveError
 from ..text import one_line
-from .bundle import NAME
+from .bundle import NAME, named_like_one
 from .files import MARKER
 
 MOST_FILES: Final = 20_000
@@ -205,7 +205,7 @@ def open_bundles(path: Path) -> list[Bundle]:
     own = path.name.removesuffix(".zip") or path.resolve().name
     folders = sorted({name.rpartition("/")[0] for name in files.names if name.rpartition("/")[2] in _SIGNS})
     whole = {folder for folder in folders if _is_bundle(files, folder)}
-    if "" in whole or folders == [""]:
+    if "" in whole or (folders == [""] and named_like_one(own)):
         return [Bundle(own, files)]
     inner = [f for f in folders if f and (f in whole or not any(o != f and o.startswith(f"{f}/") for o in folders))]
     if not inner:

@@ -160,7 +160,7 @@ def test_several_logs_of_one_server(tmp_path, capsys):
     ("make", "options", "says"),
     [
         (None, [], "there is no such file"),
-        ("directory", [], "is a directory"),
+        ("directory", [], "holds no incident"),
         ("file", ["--engine", "nosuch\x1b[2J"], "--engine takes one of"),
     ],
 )

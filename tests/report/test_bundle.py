@@ -1,0 +1,340 @@
+"""Bundles: whole or not, from anywhere, however hostile; zipped, pruned."""
+
+from __future__ import annotations
+
+import io
+import json
+import os
+import stat
+import time
+import zipfile
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from pytest_gpuserve.report import bundle
+from pytest_gpuserve.report.bundle_check import check
+from pytest_gpuserve.report.bundle_reader import Bundle, BundleError, Directory, Zip, open_bundles, unsafe_name
+from pytest_gpuserve.report.bundle_zip import write_zip
+from pytest_gpuserve.report.files import MARKER, Store
+
+NAME = "20261129T101112-sim-tp2-no_progress"
+
+
+def make(parent: Path, name: str = NAME, *, complete: bool = True) -> Path:
+    """A bundle as an incident leaves it."""
+    path = parent / name
+    path.mkdir(parents=True)
+    store = Store(path, None, 0o644)
+    store.write(MARKER, "gpuserve\n")
+    store.write_json("bundle.json", bundle.manifest(store, complete=False, left_out={}))
+    ranks = {"TP0": {"problem": None}, "TP1": {"problem": None}, "api": {"problem": None}}
+    incident = {
+        "verdict": "hang",
+        "id": "sim-tp2",
+        "ranks": ranks,
+        "missing": [],
+        "complete": complete,
+        "text": "hang.",
+    }
+    for part in bundle.PARTS:
+        if part == "incident.json":
+            store.write_json(part, incident)
+        elif part.endswith(".json"):
+            store.write_json(part, {"schema": "x"})
+        else:
+            store.write(part, '{"t": 1}\n')
+    for label in ("TP0.7", "TP1.8", "api.6"):
+        store.write_json(f"stacks/{label}.json", {"rounds": []})
+    if complete:
+        store.write_json("bundle.json", bundle.manifest(store, complete=True, left_out={"versions.json": "no answer"}))
+    return path
+
+
+def opened(path: Path) -> Bundle:
+    (found,) = open_bundles(path)
+    return found
+
+
+def told(path: Path) -> list[str]:
+    return list(check(opened(path)).lines())
+
+
+def test_a_whole_one_is_whole(tmp_path: Path) -> None:
+    found = check(opened(make(tmp_path)))
+    assert found.whole
+    assert list(found.lines()) == ["left out: versions.json: no answer", "whole"]
+
+
+@pytest.mark.parametrize("part", [*bundle.PARTS, "bundle.json", "stacks/TP1.8.json"])
+def test_every_part_that_is_gone_is_named(tmp_path: Path, part: str) -> None:
+    path = make(tmp_path)
+    (path / part).unlink()
+    found = check(opened(path))
+    assert not found.whole
+    wanted = "stacks of TP1" if "/" in part else part
+    assert wanted in {name for name, _ in found.missing}
+
+
+def test_killed_half_way(tmp_path: Path) -> None:
+    path = make(tmp_path, complete=False)
+    (path / "evidence.json").unlink()
+    (path / "stacks" / ".TP1.8.json.new").write_text('{"rou')
+    (path / "stacks" / "TP1.8.json").unlink()
+    lines = told(path)
+    assert lines[0].startswith("incomplete:")
+    assert "torn: stacks/TP1.8.json: being written when its writer was killed" in lines
+    assert "missing: evidence.json: what was judged, so that it can be judged again" in lines
+    assert "missing: stacks of TP1: they were not taken" in lines
+    assert "whole" not in lines
+
+
+@pytest.mark.parametrize("left", [[], [MARKER], [MARKER, "bundle.json"]])
+def test_killed_at_once(tmp_path: Path, left: list[str]) -> None:
+    path = make(tmp_path, complete=False)
+    for file in sorted(path.rglob("*"), reverse=True):
+        if file.name not in left:
+            file.rmdir() if file.is_dir() else file.unlink()
+    if not left:
+        with pytest.raises(BundleError, match="holds no incident"):
+            open_bundles(path)
+        return
+    assert "missing: stacks/: no stacks of any process were taken" in told(path)
+
+
+@pytest.mark.parametrize(
+    ("file", "text", "says"),
+    [
+        ("verdict.md", '{"t": 2}\n', "changed since it was written"),
+        ("issue.md", "x", "1 bytes, of 9"),
+        ("incident.json", '{"verdict": ', "torn: incident.json"),
+        ("timeline.jsonl", '{"t": 1}\n{"t"', "torn: timeline.jsonl"),
+        ("bundle.json", '{"schema": "gpuserve.bundle/9"}', "made by another version"),
+        ("bundle.json", "[" * 100_000, "no JSON: RecursionError"),
+        ("results.jsonl", '{"t": 1}\n{"t"', "its last line was cut off"),
+    ],
+)
+def test_torn_files_are_named(tmp_path: Path, file: str, text: str, says: str) -> None:
+    path = make(tmp_path)
+    (path / file).write_text(text)
+    assert any(says in line for line in told(path)), told(path)
+    assert "whole" not in told(path)
+
+
+def test_what_else_lies_in_a_bundle_is_not_read(tmp_path: Path) -> None:
+    secret = tmp_path / "secret"
+    secret.write_text("not yours")
+    path = make(tmp_path)
+    (path / "verdict.md").unlink()
+    (path / "verdict.md").symlink_to(secret)
+    (path / "extra").symlink_to(tmp_path)
+    os.mkfifo(path / "pipe")
+    found = opened(path)
+    assert found.text("verdict.md") is None
+    assert found.text("extra/secret") is None
+    assert dict(check(found).odd) == {"verdict.md": "a link", "extra": "a link", "pipe": "no plain file"}
+    out = tmp_path / "x.zip"
+    write_zip(found, out, tmp_path)
+    with zipfile.ZipFile(out) as archive:
+        assert not any(b"not yours" in archive.read(name) for name in archive.namelist())
+
+
+def test_a_file_that_becomes_a_link_while_it_is_read(tmp_path: Path) -> None:
+    (tmp_path / "secret").write_text("not yours")
+    path = make(tmp_path)
+    found = opened(path)
+    (path / "verdict.md").unlink()
+    (path / "verdict.md").symlink_to(tmp_path / "secret")
+    (path / "stacks").rename(tmp_path / "elsewhere")
+    (path / "stacks").symlink_to(tmp_path / "elsewhere")
+    assert found.text("verdict.md") is None
+    assert found.text("stacks/TP0.7.json") is None
+
+
+def test_zip_and_back(tmp_path: Path) -> None:
+    path = make(tmp_path)
+    (tmp_path / "results.jsonl").write_text('{"nodeid": "x"}\n')
+    (tmp_path / "matrix.json").symlink_to(tmp_path / "results.jsonl")
+    assert write_zip(opened(path), tmp_path / "out.zip", tmp_path) == []
+    found = opened(tmp_path / "out.zip")
+    assert found.name == NAME
+    assert check(found).whole
+    with zipfile.ZipFile(tmp_path / "out.zip") as archive:
+        assert "results.jsonl" in archive.namelist()
+        assert "matrix.json" not in archive.namelist()
+        assert archive.testzip() is None
+    assert not [name for name in os.listdir(tmp_path) if name.endswith(".new")]
+
+
+def test_one_of_many(tmp_path: Path) -> None:
+    make(tmp_path)
+    make(tmp_path, "20261130T101112-sim-tp2-manual")
+    (tmp_path / "results.jsonl").write_text("")
+    names = [NAME, "20261130T101112-sim-tp2-manual"]
+    assert [found.name for found in open_bundles(tmp_path)] == names
+    with zipfile.ZipFile(tmp_path / "all.zip", "w") as archive:
+        for file in tmp_path.rglob("2026*/**/*"):
+            if file.is_file():
+                archive.write(file, f"artifact/{file.relative_to(tmp_path)}")
+    assert [found.name for found in open_bundles(tmp_path / "all.zip")] == names
+    assert all(check(found).whole for found in open_bundles(tmp_path / "all.zip"))
+
+
+def test_artifacts_without_an_incident(tmp_path: Path) -> None:
+    (tmp_path / MARKER).write_text("gpuserve\n")
+    (tmp_path / "results.jsonl").write_text("")
+    with pytest.raises(BundleError, match="holds no incident"):
+        open_bundles(tmp_path)
+
+
+def hostile(path: Path, entries: dict[str, Any]) -> Path:
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_DEFLATED) as archive:
+        for name, content in {"b/incident.json": "{}", **entries}.items():
+            info = zipfile.ZipInfo("x")
+            info.filename = name
+            data = content
+            if isinstance(content, tuple):
+                mode, data = content
+                info.external_attr = mode << 16
+            info.compress_type = zipfile.ZIP_DEFLATED
+            archive.writestr(info, data)
+    return path
+
+
+def test_zip_slip_links_and_bombs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = hostile(
+        tmp_path / "x.zip",
+        {
+            "b/../../evil": "x",
+            "/etc/evil": "x",
+            "b/link": (stat.S_IFLNK | 0o777, "/etc/passwd"),
+            "b/fifo": (stat.S_IFIFO | 0o777, ""),
+            "C:/evil": "x",
+            "b\\..\\evil": "x",
+            "b//evil": "x",
+            f"b/{'x' * 5000}": "x",
+            "b/bomb.json": "0" * (1 << 20),
+        },
+    )
+    files = Zip(path)
+    assert set(files.names) == {"b/incident.json", "b/bomb.json"}
+    assert set(files.odd.values()) >= {"a link", "no plain file", "an absolute path", "a path that leads out"}
+    assert len(files.read("b/bomb.json", 1000)) == 1000
+    before = sorted(tmp_path.rglob("*"))
+    found = opened(path)
+    assert not check(found).whole
+    assert sorted(tmp_path.rglob("*")) == before  # nothing is ever unpacked
+
+
+@pytest.mark.parametrize(
+    "name", ["a\0b", "../x", "a/../x", "/x", "\\x", "a\\b", "c:x", "a//b", "./a", "", "x" * 2000, "a/" * 9]
+)
+def test_names_that_are_not_taken(name: str) -> None:
+    assert unsafe_name(name) is not None
+
+
+def test_a_nul_in_a_name_is_seen_in_the_file_itself(tmp_path: Path) -> None:
+    path = hostile(tmp_path / "x.zip", {"b/okXtail": "x"})
+    path.write_bytes(path.read_bytes().replace(b"b/okXtail", b"b/ok\0tail"))
+    assert "a NUL in its name" in Zip(path).odd.values()
+
+
+def test_no_zip_at_all(tmp_path: Path) -> None:
+    for data in (b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), os.urandom(100)):
+        (tmp_path / "x.zip").write_bytes(data)
+        with pytest.raises(BundleError):
+            open_bundles(tmp_path / "x.zip")
+
+
+@settings(max_examples=80, deadline=None)
+@given(st.binary(max_size=60), st.integers(0, 900), st.integers(1, 60))
+def test_a_damaged_zip_never_raises_anything_else(tmp_path_factory: Any, noise: bytes, at: int, size: int) -> None:
+    place = tmp_path_factory.getbasetemp() / "fuzz.zip"
+    data = io.BytesIO()
+    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+        archive.writestr("b/incident.json", json.dumps({"ranks": {}, "text": "x" * 300}))
+        archive.writestr("b/bundle.json", json.dumps({"files": {}}))
+        archive.writestr("b/timeline.jsonl", '{"t": 1}\n' * 50)
+    raw = bytearray(data.getvalue())
+    raw[at : at + size] = noise
+    place.write_bytes(raw)
+    try:
+        for found in open_bundles(place):
+            list(check(found).lines())
+    except BundleError:
+        pass
+
+
+JSON = st.recursive(
+    st.none() | st.booleans() | st.floats(allow_nan=False) | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=8,
+)
+
+
+@settings(max_examples=80, deadline=None)
+@given(
+    st.dictionaries(st.sampled_from(["schema", "complete", "files", "left_out", "beside"]), JSON),
+    st.dictionaries(st.sampled_from(["ranks", "missing", "complete", "verdict", "text"]), JSON),
+)
+def test_any_json_in_a_manifest_is_checked(tmp_path_factory: Any, manifest: Any, incident: Any) -> None:
+    path = tmp_path_factory.getbasetemp() / "fuzzed"
+    path.mkdir(exist_ok=True)
+    (path / "bundle.json").write_text(json.dumps(manifest))
+    (path / "incident.json").write_text(json.dumps(incident))
+    assert not check(opened(path)).whole
+
+
+class TestPrune:
+    def test_the_oldest_go(self, tmp_path: Path) -> None:
+        names = [f"2026112{n}T101112-sim-tp2-manual" for n in range(6)]
+        for name in names:
+            make(tmp_path, name)
+        assert bundle.prune(tmp_path, 2) == names[:4]
+        assert sorted(os.listdir(tmp_path)) == names[4:]
+
+    def test_only_what_is_ours(self, tmp_path: Path) -> None:
+        outside = tmp_path / "outside"
+        old = make(outside, "20250101T000000-sim-tp2-manual")
+        artifacts = tmp_path / "artifacts"
+        unmarked = make(artifacts, "20250102T000000-sim-tp2-manual")
+        (unmarked / MARKER).unlink()
+        linked = make(artifacts, "20250103T000000-sim-tp2-manual")
+        (linked / MARKER).unlink()
+        (linked / MARKER).symlink_to(outside / old.name / MARKER)
+        (artifacts / "20250104T000000-sim-tp2-manual").symlink_to(old)
+        (artifacts / "theirs").mkdir()
+        (artifacts / "20250105T000000-file").write_text("x")
+        there = sorted(os.listdir(artifacts))
+        assert bundle.prune(artifacts, 0) == []
+        assert sorted(os.listdir(artifacts)) == there
+        assert (old / "incident.json").exists()
+
+    def test_links_inside_are_not_followed(self, tmp_path: Path) -> None:
+        (tmp_path / "keep").mkdir()
+        (tmp_path / "keep" / "file").write_text("x")
+        artifacts = tmp_path / "artifacts"
+        (make(artifacts) / "extra").symlink_to(tmp_path / "keep")
+        assert bundle.prune(artifacts, 0) == [NAME]
+        assert (tmp_path / "keep" / "file").exists()
+
+    def test_what_is_being_written_stays(self, tmp_path: Path) -> None:
+        path = make(tmp_path, complete=False)
+        spare = make(tmp_path, "20261128T101112-sim-tp2-manual")
+        draft = tmp_path / f".{NAME}.77.new"
+        draft.mkdir()
+        assert bundle.prune(tmp_path, 0, spare=spare) == []
+        for old in (path, draft):
+            os.utime(old, (time.time() - 3600,) * 2)
+        assert set(bundle.prune(tmp_path, 0, spare=spare)) == {path.name, draft.name}
+
+    def test_a_directory_that_is_not_there(self, tmp_path: Path) -> None:
+        assert bundle.prune(tmp_path / "no", 3) == []
+
+
+def test_more_files_than_are_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("pytest_gpuserve.report.bundle_reader.MOST_FILES", 5)
+    assert any("more than 5 files" in why for why in Directory(make(tmp_path)).odd.values())
