@@ -162,6 +162,18 @@ def switch(axis: str, value: AxisValue, install: Install) -> bool:
     return value.name == "on"
 
 
+def log_level(value: AxisValue, install: Install) -> str:
+    """A level of Python's logging, in small letters: the engines take anything, and die of it in their first line.
+
+    Raises:
+        EngineError: it is none.
+    """
+    legal = ("debug", "info", "warning", "error", "critical")
+    if value.name.lower() not in legal:
+        raise illegal("log_level", value.name, legal, install)
+    return value.name.lower()
+
+
 def jit_cache(value: AxisValue, spec: ServerSpec, install: Install, variables: Mapping[str, str]) -> dict[str, str]:
     """Private kernel caches for one configuration: ``warm`` ones are kept for its next run, ``cold`` ones begin empty.
 

@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+import os
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
-from ..errors import SpecError
+from ..errors import EngineError, SpecError
 from ..spec import ServerSpec
+from .flags import Install
 
 MLA_BACKENDS: Final = frozenset({"trtllm_mla", "cutlass_mla", "flashmla", "cutedsl_mla", "tokenspeed_mla"})
 """SGLang attention backends that serve only models with latent attention (``kv_lora_rank``)."""
@@ -67,6 +71,32 @@ def check_draft_attention(spec: ServerSpec, draft: str, own: object) -> None:
         raise SpecError(
             f"the draft would inherit attention_backend {axis.name}, which serves only models with latent attention "
             f"(MLA); this draft has none. Give it its own: draft_attention_backend in the details of spec_decode."
+        )
+
+
+def check_draft_class(spec: ServerSpec, draft: str, install: Install, models: str) -> None:
+    """A head needs a class of its own in the engine: SGLang has one for heads with latent attention only in newer
+    versions (issue 25673), and otherwise fails after the target has been loaded.
+
+    ``models`` is the folder of the model classes, below the package.
+
+    Raises:
+        EngineError: this install has none for the draft's architecture.
+    """
+    folder = Path(spec.cwd or "") / Path(draft).expanduser()
+    external = {**os.environ, **dict(spec.env)}.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
+    if external or not folder.is_dir():
+        return
+    wanted = [str(name) for name in _config(folder).get("architectures") or ()]
+    classes: set[str] = set()
+    for file in (Path(install.root) / models).glob("*.py"):
+        with contextlib.suppress(OSError):
+            classes |= set(re.findall(r"^class (\w+)", file.read_text(errors="replace"), re.MULTILINE))
+    heads = sorted(name for name in classes if "Eagle" in name and "ForCausalLM" in name)
+    if wanted and heads and not classes.intersection(wanted):
+        raise EngineError(
+            f"{install.name} has no model class for the draft's architecture {wanted[0]}. Its heads: "
+            f"{', '.join(heads)}. Name another draft_model, or install a version that knows it."
         )
 
 

@@ -9,9 +9,9 @@ from typing import Final
 
 from ..errors import EngineError, SpecError
 from ..spec import AxisValue, ServerSpec
-from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, need_model, switch
+from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, log_level, need_model, switch
 from .base import Launch, LogGrammar, PhaseRule, ProcessRole, Rank, ReadyProbe
-from .drafter import check_draft, check_draft_attention
+from .drafter import check_draft, check_draft_attention, check_draft_class
 from .flags import Install, installed
 from .kernels import Kernels
 from .titles import common_role, coordinates
@@ -43,6 +43,8 @@ _DRAFT = {
     "draft_quantization": "--speculative-draft-model-quantization",
     "draft_load_format": "--speculative-draft-load-format",
     "draft_revision": "--speculative-draft-model-revision",
+    "draft_kv_cache_dtype": "--speculative-draft-kv-cache-dtype",
+    "draft_moe_runner": "--speculative-moe-runner-backend",
     "attention_mode": "--speculative-attention-mode",
     "token_map": "--speculative-token-map",
     "accept_threshold_single": "--speculative-accept-threshold-single",
@@ -237,7 +239,7 @@ def _axis(axis: str, value: AxisValue, spec: ServerSpec, args: Arguments, instal
     elif axis == "sampling_backend":
         args.choose(axis, "--sampling-backend", value.name)
     elif axis == "log_level":
-        args.choose(axis, "--log-level", value.name.lower())
+        args.choose(axis, "--log-level", log_level(value, install))
     elif axis == "nccl_p2p":
         return {"NCCL_P2P_DISABLE": "0" if switch(axis, value, install) else "1"}
     elif axis == "jit_cache":
@@ -311,6 +313,8 @@ def _spec_decode(value: AxisValue, spec: ServerSpec, args: Arguments, install: I
     if isinstance(model := detail.get("draft_model"), str):
         detail["draft_model"] = local_path(model, "draft_model", spec)
         check_draft(spec, value.name, model)
+        if algorithm in ("EAGLE", "EAGLE3"):
+            check_draft_class(spec, model, install, "srt/models")
         check_draft_attention(spec, model, detail.get("draft_attention_backend"))
     _complete(detail)
     args.set(flag, algorithm)

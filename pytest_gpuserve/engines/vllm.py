@@ -11,7 +11,7 @@ from typing import Final
 
 from ..errors import EngineError, SpecError
 from ..spec import AxisValue, ServerSpec
-from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, need_model, switch
+from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, log_level, need_model, switch
 from .base import Launch, LogGrammar, PhaseRule, ProcessRole, ReadyProbe
 from .drafter import check_draft
 from .flags import Install, installed
@@ -272,7 +272,7 @@ def _axis(
             raise illegal(axis, value.name, tuple(_SAMPLERS), install)
         return {"VLLM_USE_FLASHINFER_SAMPLER": _SAMPLERS[value.name]}
     elif axis == "log_level":
-        return {"VLLM_LOGGING_LEVEL": value.name.upper()}
+        return {"VLLM_LOGGING_LEVEL": log_level(value, install).upper()}
     elif axis == "nccl_p2p":
         return {"NCCL_P2P_DISABLE": "0" if switch(axis, value, install) else "1"}
     elif axis == "jit_cache":
@@ -298,15 +298,20 @@ def _attention(value: AxisValue, args: Arguments, install: Install) -> dict[str,
         raise EngineError("attention_backend has no details with vllm: it uses one backend for prefill and decode.")
     if value.name in ("auto", "default"):
         return {}
-    legal = attention_backends(install)
-    name = value.name.upper()
-    name = name if name in legal or f"{name}_ATTN" not in legal else f"{name}_ATTN"
-    if legal and name not in legal:
-        raise illegal("attention_backend", value.name, [backend.lower() for backend in legal], install)
+    name = _backend("attention_backend", value.name, install)
     if not install.has("--attention-backend"):
         return {"VLLM_ATTENTION_BACKEND": name}
     args.choose("attention_backend", "--attention-backend", name)
     return {}
+
+
+def _backend(axis: str, given: str, install: Install) -> str:
+    """A backend as this install calls it: ``triton`` is TRITON_ATTN."""
+    legal, name = attention_backends(install), given.upper()
+    name = name if name in legal or f"{name}_ATTN" not in legal else f"{name}_ATTN"
+    if legal and name not in legal:
+        raise illegal(axis, given, [backend.lower() for backend in legal], install)
+    return name
 
 
 def attention_backends(install: Install) -> tuple[str, ...]:
@@ -344,6 +349,14 @@ def _spec_decode(value: AxisValue, spec: ServerSpec, args: Arguments, install: I
     if isinstance(model := config.get("model"), str):
         config["model"] = local_path(model, "draft_model", spec)
         check_draft(spec, value.name, model)
+    if backend := config.get("attention_backend"):
+        source = install.source("config/speculative.py")
+        if source and not re.search(r"^    attention_backend\b", source, re.MULTILINE):
+            raise EngineError(
+                f"{install.name} has no attention backend of the draft's own: take draft_attention_backend out of "
+                f"spec_decode; the draft then gets attention_backend."
+            )
+        config["attention_backend"] = _backend("spec_decode (draft_attention_backend)", str(backend), install)
     if config.get("draft_tensor_parallel_size", 1) not in (1, spec.tp):
         raise EngineError(f"vLLM runs a draft on one rank or on all: draft_tp must be 1 or {spec.tp} (tp).")
     args.choose("spec_decode", "--speculative-config", json.dumps(config))

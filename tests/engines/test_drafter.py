@@ -7,8 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpuserve.engines.drafter import check_draft, check_draft_attention
-from pytest_gpuserve.errors import SpecError
+from pytest_gpuserve.engines.drafter import check_draft, check_draft_attention, check_draft_class
+from pytest_gpuserve.engines.flags import Install
+from pytest_gpuserve.errors import EngineError, SpecError
 from pytest_gpuserve.spec import AxisValue, ServerSpec
 
 TARGET = {"architectures": ["LlamaForCausalLM"], "hidden_size": 4096, "vocab_size": 128256}
@@ -98,3 +99,28 @@ def test_a_backend_that_the_draft_cannot_inherit(tmp_path: Path) -> None:
     check_draft_attention(spec, draft, "trtllm_mha")
     check_draft_attention(spec, write(tmp_path / "mla", {**EAGLE3, "kv_lora_rank": 512}), None)
     check_draft_attention(ServerSpec("sglang", model="m"), draft, None)
+
+
+def test_a_head_that_this_version_has_no_class_for(
+    spec: ServerSpec, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """SGLang issue 25673: Kimi's head with latent attention on a version before it."""
+    models = tmp_path / "sglang" / "srt" / "models"
+    models.mkdir(parents=True)
+    (models / "llama_eagle3.py").write_text("class LlamaForCausalLMEagle3(Llama):\n    pass\n")
+    (models / "llama.py").write_text("class Llama:\n    pass\n")
+    install = Install("sglang", "0.5.9", str(tmp_path / "sglang"), {})
+    llama = write(tmp_path / "llama", EAGLE3)
+    kimi = write(tmp_path / "kimi", {**EAGLE3, "architectures": ["Eagle3DeepseekV2ForCausalLM"]})
+    check_draft_class(spec, llama, install, "srt/models")
+    check_draft_class(spec, "org/on-the-hub", install, "srt/models")
+    with pytest.raises(
+        EngineError, match=r"sglang 0.5.9 has no model class for .* Eagle3DeepseekV2.*: LlamaForCausalLME"
+    ):
+        check_draft_class(spec, kimi, install, "srt/models")
+    monkeypatch.setenv("SGLANG_EXTERNAL_MODEL_PACKAGE", "mine")
+    check_draft_class(spec, kimi, install, "srt/models")
+    monkeypatch.delenv("SGLANG_EXTERNAL_MODEL_PACKAGE")
+    (models / "kimi_eagle3.py").write_text("class Eagle3DeepseekV2ForCausalLM(nn.Module):\n    pass\n")
+    check_draft_class(spec, kimi, install, "srt/models")
+    check_draft_class(spec, kimi, install, "another/place")

@@ -49,8 +49,9 @@ class TestHelp:
     @pytest.mark.parametrize("path", sorted(HELP.glob("*.txt")), ids=lambda path: path.stem)
     def test_every_recorded_help_is_read(self, path: Path) -> None:
         flags = parse_help(path.read_text())
-        assert len(flags) > 250
-        assert flags["--tensor-parallel-size"].value
+        small = path.stem.startswith("llama_cpp")
+        assert len(flags) > (50 if small else 250)
+        assert flags["--n_ctx" if small else "--tensor-parallel-size"].value
         assert not flags["--help"].value
         assert all(name.startswith("-") and " " not in name for name in flags)
 

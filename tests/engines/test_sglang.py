@@ -143,6 +143,14 @@ def test_cuda_graph_that_a_version_lacks(sglang_of: Installs, version: str, valu
                 "--speculative-draft-attention-backend": "fa3",
             },
         ),
+        (
+            {"spec_decode": {"nextn": {"draft_kv_cache_dtype": "bf16", "draft_moe_runner": "triton"}}},
+            {
+                "--speculative-algorithm": "NEXTN",
+                "--speculative-draft-kv-cache-dtype": "bf16",
+                "--speculative-moe-runner-backend": "triton",
+            },
+        ),
     ],
 )
 def test_axes(sglang_of: Installs, axes: dict[str, object], expected: dict[str, str | None]) -> None:
@@ -167,6 +175,12 @@ def test_axes_of_the_environment(sglang_of: Installs, cache_home: Path) -> None:
         ("0.5.23", {"spec_decode": "eagel"}, "spec_decode cannot be 'eagel' .*eagle3"),
         ("0.5.23", {"spec_decode": {"eagle": {"steps": 3}}}, "no detail 'steps' .*num_steps"),
         ("0.5.23", {"spec_decode": {"eagle3": {"draft_model": "a/b", "draft_tp": 2}}}, r"draft_tp must be 1 \(tp\)"),
+        (
+            "0.5.9",
+            {"spec_decode": {"nextn": {"draft_kv_cache_dtype": "bf16"}}},
+            "has no flag --speculative-draft-kv-cac",
+        ),
+        ("0.5.23", {"log_level": "verbose"}, "log_level cannot be 'verbose' .*: debug, info, warning, error, critical"),
         ("0.5.23", {"overlap": "maybe"}, "overlap cannot be 'maybe' .*: on, off"),
         ("0.5.23", {"colour": "red"}, "sglang has no axis colour. Its axes: spec_decode, cuda_graph"),
     ],

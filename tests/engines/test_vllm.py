@@ -143,7 +143,7 @@ def test_axes_of_the_environment(vllm_of: Installs, cache_home: Path) -> None:
             {"method": "eagle3", "num_speculative_tokens": 3, "draft_tensor_parallel_size": 2, "model": "org/draft"},
         ),
         (
-            {"eagle": {"draft_model": "org/draft", "num_draft_tokens": 4, "draft_attention_backend": "TRITON_ATTN"}},
+            {"eagle": {"draft_model": "org/draft", "num_draft_tokens": 4, "draft_attention_backend": "triton"}},
             {"method": "eagle", "num_speculative_tokens": 3, "attention_backend": "TRITON_ATTN", "model": "org/draft"},
         ),
         (
@@ -170,6 +170,16 @@ def test_spec_decode(vllm_of: Installs, value: object, config: dict[str, object]
         ),
         ("0.16.0", {"moe_runner": "triton"}, "vllm 0.16.0 has no flag --moe-backend, so axis moe_runner cannot be"),
         ("0.32.0", {"sampling_backend": "cudnn"}, "sampling_backend cannot be 'cudnn' .*: flashinfer, pytorch"),
+        (
+            "0.32.0",
+            {"log_level": "trace"},
+            "log_level cannot be 'trace' with vllm 0.32.0.*: debug, info, warning, error",
+        ),
+        (
+            "0.32.0",
+            {"spec_decode": {"eagle": {"draft_model": "a/b", "draft_attention_backend": "fa3"}}},
+            r"draft_attention_backend\) cannot be 'fa3' .*: flash_attn, triton_attn",
+        ),
         ("0.32.0", {"args": {"max-model": 4}}, "no flag --max-model: .*--max-model-len"),
     ],
 )
@@ -178,6 +188,19 @@ def test_what_this_install_cannot_express(
 ) -> None:
     with pytest.raises(EngineError, match=error):
         launch(vllm_of(version), **values)
+
+
+def test_a_draft_s_own_attention_needs_a_version_that_has_it(installs: ModuleType, tmp_path: Path) -> None:
+    fake = installs.vllm(tmp_path, "0.32.0")
+    draft = {"eagle": {"draft_model": "a/b", "num_steps": 3, "draft_attention_backend": "triton"}}
+    source = tmp_path / "site" / "vllm" / "config" / "speculative.py"
+    source.write_text(
+        "class SpeculativeConfig:\n    method: str | None = None\n    attention_backend: Backend | None = None\n"
+    )
+    assert '"attention_backend": "TRITON_ATTN"' in rest(launch(fake, spec_decode=draft))[1]
+    source.write_text("class SpeculativeConfig:\n    method: str | None = None\n")
+    with pytest.raises(EngineError, match="has no attention backend of the draft's own: take draft_attention_backend"):
+        launch(fake, spec_decode=draft)
 
 
 @pytest.mark.parametrize(
