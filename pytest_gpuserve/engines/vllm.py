@@ -2,21 +2,19 @@
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import Final
 
-from ..errors import EngineError, SpecError
-from ..spec import AxisValue, ServerSpec
-from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, log_level, need_model, switch
+from ..spec import ServerSpec
+from .arguments import Arguments, known_axes, need_model
 from .base import Launch, LogGrammar, PhaseRule, ProcessRole, ReadyProbe
-from .drafter import check_draft
-from .flags import Install, installed
+from .flags import installed
 from .kernels import Kernels
 from .titles import common_role, coordinates
+from .vllm_axes import MODES, SAMPLERS, set_axis, with_compilation
 
 ATTENTION_BACKENDS: Final = (
     *("FLASH_ATTN", "FLASH_ATTN_DIFFKV", "TRITON_ATTN", "TRITON_ATTN_DIFFKV", "TRITON_FLASH_ATTN", "FLASHINFER"),
@@ -31,19 +29,6 @@ EXECUTE_TIMEOUT: Final = 300.0
 """Seconds: default of VLLM_EXECUTE_MODEL_TIMEOUT_SECONDS, after which a stuck step ends the engine and its stacks."""
 
 _SOURCES = ("engine/arg_utils.py", "config/*.py", "entrypoints/openai/*.py", "entrypoints/cli/*.py")
-_REGISTRIES = ("v1/attention/backends/registry.py", "attention/backends/registry.py", "platforms/interface.py")
-_CACHES = {"VLLM_CACHE_ROOT": "vllm", "FLYDSL_RUNTIME_CACHE_DIR": "flydsl"}
-_MODES = {"off": "NONE", "decode_only": "FULL_DECODE_ONLY", "piecewise": "PIECEWISE", "full": "FULL"}
-_MODES["full_and_piecewise"] = "FULL_AND_PIECEWISE"
-_DRAFT = {
-    "draft_model": "model",
-    "draft_tp": "draft_tensor_parallel_size",
-    "draft_attention_backend": "attention_backend",
-    "draft_quantization": "quantization",
-    "draft_revision": "revision",
-}
-_SAMPLERS = {"flashinfer": "1", "pytorch": "0"}
-
 _FA, _FLASHMLA = "vllm/vllm_flash_attn/_vllm_fa{}_C*", ("vllm/_flashmla_C*", "vllm/_flashmla_extension_C*")
 KERNELS: Final = Kernels(
     own=("vllm/*.so", "vllm/vllm_flash_attn/*.so"),
@@ -166,13 +151,13 @@ class VLLM:
     kernels = KERNELS
     axes: Mapping[str, Collection[str]] = {
         "spec_decode": (),
-        "cuda_graph": ("on", *_MODES),
+        "cuda_graph": ("on", *MODES),
         "attention_backend": (),
         "custom_all_reduce": ("on", "off"),
         "overlap": ("on", "off"),
         "kv_cache_dtype": (),
         "moe_runner": (),
-        "sampling_backend": tuple(_SAMPLERS),
+        "sampling_backend": tuple(SAMPLERS),
         "nccl_p2p": ("on", "off"),
         "log_level": (),
         "jit_cache": ("cold", "warm"),
@@ -201,8 +186,8 @@ class VLLM:
         env: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "NO_COLOR": "1"}
         compilation: dict[str, object] = {}
         for axis, value in spec.axes:
-            env.update(_axis(axis, value, spec, arguments, compilation, install))
-        arguments.merge(_joined(spec, compilation))
+            env.update(set_axis(axis, value, spec, arguments, compilation, install))
+        arguments.merge(with_compilation(spec, compilation))
         return Launch((*start, "serve", model, *arguments.argv()), {**env, **dict(spec.env)})
 
     def ready(self, spec: ServerSpec) -> ReadyProbe:
@@ -246,133 +231,3 @@ class VLLM:
 
 
 ENGINE: Final = VLLM()
-
-
-def _axis(
-    axis: str, value: AxisValue, spec: ServerSpec, args: Arguments, compilation: dict[str, object], install: Install
-) -> dict[str, str | None]:
-    """Set the flags of one axis; returns what it adds to the environment."""
-    if axis == "spec_decode":
-        _spec_decode(value, spec, args, install)
-    elif axis == "cuda_graph":
-        _cuda_graph(value.name, compilation, install)
-    elif axis == "attention_backend":
-        return _attention(value, args, install)
-    elif axis == "custom_all_reduce":
-        if not switch(axis, value, install):
-            args.choose(axis, "--disable-custom-all-reduce", True)
-    elif axis == "overlap":
-        args.choose(axis, "--async-scheduling" if switch(axis, value, install) else "--no-async-scheduling", True)
-    elif axis == "kv_cache_dtype":
-        args.choose(axis, "--kv-cache-dtype", value.name)
-    elif axis == "moe_runner":
-        args.choose(axis, "--moe-backend", value.name)
-    elif axis == "sampling_backend":
-        if value.name not in _SAMPLERS:
-            raise illegal(axis, value.name, tuple(_SAMPLERS), install)
-        return {"VLLM_USE_FLASHINFER_SAMPLER": _SAMPLERS[value.name]}
-    elif axis == "log_level":
-        return {"VLLM_LOGGING_LEVEL": log_level(value, install).upper()}
-    elif axis == "nccl_p2p":
-        return {"NCCL_P2P_DISABLE": "0" if switch(axis, value, install) else "1"}
-    elif axis == "jit_cache":
-        return dict(jit_cache(value, spec, install, _CACHES))
-    return {}
-
-
-def _cuda_graph(name: str, compilation: dict[str, object], install: Install) -> None:
-    """The graph mode alone: ``--enforce-eager`` would turn off torch.compile and autotuning too."""
-    source = install.source("config/compilation.py")
-    found = re.search(r"class CUDAGraphMode\b.*?(?=\nclass |\n@|\Z)", source, re.DOTALL)
-    modes = set(re.findall(r"^    ([A-Z_]+) = ", found.group(), re.MULTILINE)) if found else set()
-    legal = ("on", *(axis for axis, mode in _MODES.items() if not modes or mode in modes))
-    if name not in legal or not install.has("--compilation-config"):
-        raise illegal("cuda_graph", name, legal, install)
-    if name != "on":
-        compilation["cudagraph_mode"] = _MODES[name]
-
-
-def _attention(value: AxisValue, args: Arguments, install: Install) -> dict[str, str | None]:
-    """``--attention-backend`` from 0.13 on; before, VLLM_ATTENTION_BACKEND, which later versions ignore in silence."""
-    if value.details:
-        raise EngineError("attention_backend has no details with vllm: it uses one backend for prefill and decode.")
-    if value.name in ("auto", "default"):
-        return {}
-    name = _backend("attention_backend", value.name, install)
-    if not install.has("--attention-backend"):
-        return {"VLLM_ATTENTION_BACKEND": name}
-    args.choose("attention_backend", "--attention-backend", name)
-    return {}
-
-
-def _backend(axis: str, given: str, install: Install) -> str:
-    """A backend as this install calls it: ``triton`` is TRITON_ATTN."""
-    legal, name = attention_backends(install), given.upper()
-    name = name if name in legal or f"{name}_ATTN" not in legal else f"{name}_ATTN"
-    if legal and name not in legal:
-        raise illegal(axis, given, [backend.lower() for backend in legal], install)
-    return name
-
-
-def attention_backends(install: Install) -> tuple[str, ...]:
-    """Members of the backend enumeration in this install's source; empty when it is not where it used to be."""
-    for file in _REGISTRIES:
-        found = re.search(
-            r"class (?:AttentionBackendEnum|_Backend)\b.*?(?=\nclass |\n@|\Z)", install.source(file), re.DOTALL
-        )
-        if found:
-            return tuple(dict.fromkeys(re.findall(r"^    ([A-Z][A-Z0-9_]*) = ", found.group(), re.MULTILINE)))
-    return ()
-
-
-def _spec_decode(value: AxisValue, spec: ServerSpec, args: Arguments, install: Install) -> None:
-    """``--speculative-config``; details that are not ours go in as they are, for the engine to judge."""
-    if value.name in ("base", "none", "off"):
-        return
-    legal = install.choices("--spec-method")
-    if legal and value.name not in legal:
-        raise illegal(
-            "spec_decode", value.name, ["base", *(m for m in legal if m not in ("None", "custom_class"))], install
-        )
-    detail = dict(value.details)
-    if detail.pop("topk", 1) not in (1, "1"):
-        raise EngineError("vLLM drafts no trees: topk must be 1 or left out of spec_decode.")
-    steps, tokens = detail.pop("num_steps", None), detail.pop("num_draft_tokens", None)
-    config: dict[str, object] = {"method": value.name}
-    if steps is not None or tokens is not None:
-        config["num_speculative_tokens"] = int(steps) if steps is not None else int(tokens or 0) - 1
-    config.update((_DRAFT.get(key, key), setting) for key, setting in detail.items())
-    if value.name == "ngram":
-        config = {"num_speculative_tokens": 3, "prompt_lookup_max": 3, **config}
-    if value.name in ("eagle", "eagle3", "medusa", "draft_model") and not config.get("model"):
-        raise SpecError(f'spec_decode {value.name} needs a draft: write {{"{value.name}": {{"draft_model": "…"}}}}.')
-    if isinstance(model := config.get("model"), str):
-        config["model"] = local_path(model, "draft_model", spec)
-        check_draft(spec, value.name, model)
-    if backend := config.get("attention_backend"):
-        source = install.source("config/speculative.py")
-        if source and not re.search(r"^    attention_backend\b", source, re.MULTILINE):
-            raise EngineError(
-                f"{install.name} has no attention backend of the draft's own: take draft_attention_backend out of "
-                f"spec_decode; the draft then gets attention_backend."
-            )
-        config["attention_backend"] = _backend("spec_decode (draft_attention_backend)", str(backend), install)
-    if config.get("draft_tensor_parallel_size", 1) not in (1, spec.tp):
-        raise EngineError(f"vLLM runs a draft on one rank or on all: draft_tp must be 1 or {spec.tp} (tp).")
-    args.choose("spec_decode", "--speculative-config", json.dumps(config))
-
-
-def _joined(spec: ServerSpec, compilation: dict[str, object]) -> list[tuple[str, str | int | float | bool | None]]:
-    """``spec.args``, with the axes' compilation settings under what the user's own JSON says."""
-    args = dict(spec.args)
-    names = ("--compilation-config", "-cc", "compilation-config", "compilation_config", "cc")
-    own = next((key for key in names if key in args), None)
-    if not compilation or (own and args[own] is False):
-        return list(args.items())
-    if own:
-        try:
-            mine = json.loads(str(args.pop(own)))
-        except ValueError:
-            raise SpecError(f"args {own} must be JSON for vLLM: correct it in the gpuserve mark.") from None
-        compilation = {**compilation, **mine}
-    return [("--compilation-config", json.dumps(compilation)), *args.items()]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import nullcontext
 from pathlib import Path
 from types import ModuleType
 from typing import Any
@@ -212,6 +213,19 @@ def test_a_local_model(sglang_of: Installs, tmp_path: Path) -> None:
     fake = sglang_of("0.5.23")
     assert str(tmp_path / "models") in launch(fake, model=str(tmp_path / "models")).argv
     assert "./models" in launch(fake, model="./models", cwd=str(tmp_path)).argv
+
+
+def test_a_head_without_a_class_is_refused_before_the_launch(installs: ModuleType, tmp_path: Path) -> None:
+    fake = installs.sglang(tmp_path, "0.5.9")
+    models = tmp_path / "site" / "sglang" / "srt" / "models"
+    models.mkdir()
+    (models / "llama_eagle3.py").write_text("class LlamaForCausalLMEagle3:\n    pass\n")
+    draft = tmp_path / "draft"
+    draft.mkdir()
+    for head, error in (("LlamaForCausalLMEagle3", None), ("Eagle3DeepseekV2ForCausalLM", "no model class")):
+        (draft / "config.json").write_text(f'{{"architectures": ["{head}"]}}')
+        with pytest.raises(EngineError, match=error) if error else nullcontext():
+            launch(fake, spec_decode={"eagle3": {"draft_model": str(draft), "num_steps": 3}})
 
 
 def test_args_win_over_axes(sglang_of: Installs) -> None:
