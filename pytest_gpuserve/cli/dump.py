@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import procfs
-from ..diagnose import locks, machine, parse, stacks
+from ..diagnose import crowd, locks, machine, parse, stacks
 from ..diagnose.evidence import Evidence
 from ..diagnose.merge import Merged, merge
 from ..diagnose.model import Judgement, ProcessDump
@@ -187,11 +187,10 @@ def _content(target: str, rounds: Sequence[Sequence[ProcessDump]], judgement: Ju
 def _text(rounds: Sequence[Sequence[ProcessDump]], merged: Merged, judgement: Judgement, redactor: Redactor) -> str:
     last = rounds[-1]
     parts = [judgement.text, merged.text()]
-    without = [d for d in last if d.problem and not d.problem.startswith("no Python process")]
+    without = [d for d in last if d.problem and not (d.problem.startswith("no Python process") or crowd.crowded(d))]
     parts += [f"pid {d.process.pid} ({d.role.label}): {d.problem}" for d in without[:_PROBLEMS]]
     parts += [f"{len(without) - _PROBLEMS} more have no stack"] if len(without) > _PROBLEMS else []
-    if note := stacks.refused(last):
-        parts.append(note)
+    parts += [note for note in (stacks.refused(last), crowd.unread(last)) if note]
     return escape(redactor.redact("\n".join(parts)))
 
 
@@ -205,7 +204,7 @@ def _write(
     try:
         directory.mkdir(parents=True, exist_ok=True)
         store = Store(directory, redactor, 0o644)
-        for dump in rounds[-1]:
+        for dump in (d for d in rounds[-1] if not crowd.crowded(d)):
             name = f"stacks/{safe_name(dump.label)}.{dump.process.pid}.json"
             store.write_json(name, {"schema": "gpuserve.stacks/1", "label": dump.label, "rounds": [
                 parse.to_json(d) for dumps in rounds for d in dumps if d.process == dump.process

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from .case import BUSY, Case, same_primitive
+from .deadlock import deadlock
 from .finding import Finding
 from .merge import Member, label_order
 from .model import RankClass
@@ -21,6 +22,8 @@ def locks(case: Case) -> Finding | None:
     lock = case.lock_of(labels)
     signature = next((m.signature for m in waiters if m.signature and m.signature.lock), None)
     whole = len(waiters) == len(case.ranks) and len(case.ranks) > 1
+    if circle := deadlock(case, signature):
+        return circle
     if lock is None:
         if signature and signature.progressive and not case.suspected:
             return _may_progress(case, [c for group in case.groups for c in group if _is_lock(case, c)], signature)
@@ -99,14 +102,14 @@ def witnesses(case: Case) -> Finding | None:
     if not accused or len(accused) >= max(2, len(ranks)):
         return None
     facts = tuple((w.claim, w.source) for w in case.witnesses)
-    odd = _odd_ones(case)
+    odd = odd_ones(case)
     agree = bool(odd) and set(odd) == set(accused)
     return Finding(
         "hang", "", culprits=tuple(accused), facts=facts, confidence=0.95 if agree else 0.85 if not odd else 0.7
     )
 
 
-def _odd_ones(case: Case) -> tuple[str, ...]:
+def odd_ones(case: Case) -> tuple[str, ...]:
     """Minority ranks outside any wait, in groups of three or more with a clear majority."""
     odd: list[str] = []
     for group in case.groups:
@@ -161,7 +164,7 @@ def _holds_up(case: Case, member: Member) -> bool:
 
 
 def outliers(case: Case) -> Finding | None:
-    odd = _odd_ones(case)
+    odd = odd_ones(case)
     if not odd:
         return None
     confidence = 0.85 if case.suspected else 0.6

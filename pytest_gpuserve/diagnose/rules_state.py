@@ -9,8 +9,11 @@ from .case import READS, Case
 from .finding import Finding
 from .merge import format_ranks
 from .proc_facts import exit_words
+from .rules_stacks import odd_ones
 from .signatures import by_id
 
+_BRIEF = 30.0
+"""Seconds that are too short where the watcher's window is not known."""
 _FATAL = ("oom", "unsupported_arch", "config", "port", "infra", "crash", "leak")
 
 
@@ -140,7 +143,34 @@ def moving(case: Case) -> Finding | None:
         return None
     if seen and case.serving and case.evidence.reason == "manual" and _all_idle(case):
         return None
+    if len(facts) == 1 and seen and (brief := _too_short(case)):
+        return brief
     return Finding("slow", "", facts=tuple(facts), confidence=0.9, advice=_progress_advice(case), slow=True)
+
+
+def _too_short(case: Case) -> Finding | None:
+    """A test's time that was over before the watcher could call a hang, and nothing but CPU moved: a rank that spins
+    and one that works look alike that early."""
+    progress, after = case.evidence.progress, case.evidence.after
+    if progress is None or after is None or not case.suspected or after >= (progress.window or _BRIEF):
+        return None
+    if any(not sign.startswith("(") for sign in progress.moving):
+        return None
+    odd = odd_ones(case) or tuple(m.label for m in case.ranks if len(case.ranks) == 2)
+    differ = ""
+    if len(odd) == 2 == len(case.ranks):
+        differ = "; the two ranks are in different places" if any(len(group) > 1 for group in case.groups) else ""
+    elif odd:
+        differ = f"; {format_ranks(odd)} differ{'s' if len(odd) == 1 else ''} from the other ranks"
+    moved = ", ".join(sign.strip("()") for sign in progress.moving[:4])
+    only = f"only {moved} moved" if moved else "nothing has moved of late"
+    return Finding(
+        "undecided",
+        "",
+        undecided=f"{after:.0f} s are too short to tell slow from hung ({only}){differ}",
+        advice="With a longer time limit, or asked again while it goes on (gpuserve dump), it can be told.",
+        confidence=0.4,
+    )
 
 
 def _progress_advice(case: Case) -> str:

@@ -11,14 +11,14 @@ import queue
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from dataclasses import dataclass, replace
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
 from .. import procfs
 from ..procfs import ProcessId, Stat
-from . import faulthandler_dump, proc_facts, tools
+from . import crowd, faulthandler_dump, proc_facts, tools
 from .model import Dumper, ProcessDump, ThreadStack
 from .parse import RoleOf, text_threads
 from .roles import UNKNOWN
@@ -49,10 +49,12 @@ def take(
 
     ``python``: the server's interpreter (its py-spy comes first). ``markers``: directory of the fault handlers' files.
     ``native``: C frames too, 0.5-1 s a process: for a few suspects. ``on_dump`` gets each dump as soon as it is there,
-    in the caller's thread; the returned ones also have the deltas of a second reading of /proc (proc_facts.changes).
+    in the caller's thread, but those of a crowd of idle compile workers (crowd.py), which have no stack; the returned
+    ones also have the deltas of a second reading of /proc (proc_facts.changes).
     """
-    round_ = _Round(role_of, tools.find("py-spy", python), tools.find("pystack", python), markers, native)
     began = time.monotonic()
+    round_ = _Round(role_of, tools.find("py-spy", python), tools.find("pystack", python), markers, native)
+    round_.left_out = crowd.left_out(processes, role_of)
     round_.deadline = began + limit
     round_.attempt = min(
         _LONGEST_NATIVE if native else _LONGEST, max(0.5, limit / (3 * -(-len(processes) // _AT_ONCE or 1)))
@@ -61,7 +63,7 @@ def take(
     jobs = [lambda stat=stat: round_.dump(stat) for stat in processes]
     for number, dump in _parallel(jobs, round_.deadline):
         dumps[number] = dump
-        if on_dump:
+        if on_dump and not crowd.crowded(dump):
             on_dump(dump)
     for number, stat in enumerate(processes):
         if dumps[number] is None:
@@ -92,6 +94,7 @@ class _Round:
     native: bool
     deadline: float = 0.0
     attempt: float = _LONGEST
+    left_out: Mapping[ProcessId, str] = field(default_factory=dict)
 
     def dump(self, stat: Stat) -> ProcessDump:
         """Never raises: one process's oddity must not cost the others their stacks."""
@@ -113,6 +116,8 @@ class _Round:
         seen = replace(
             self._bare(stat, began, found["state"], None), role=role, title=" ".join(cmdline) or stat.comm, facts=found
         )
+        if stat.id in self.left_out:
+            return replace(seen, problem=self.left_out[stat.id])
         if found["state"] == "Z":
             how = proc_facts.exit_words(found.get("exit"))
             problem = f"a zombie: it ended ({how}) and its parent (pid {found['ppid']}) has not collected it"

@@ -9,6 +9,7 @@ from dataclasses import dataclass
 from itertools import takewhile
 from pathlib import Path
 
+from ..diagnose.crowd import crowded, unread
 from ..diagnose.evidence import Evidence
 from ..diagnose.merge import Merged, format_ranks
 from ..diagnose.model import Judgement, ProcessDump, ThreadStack
@@ -80,8 +81,8 @@ def stacks_text(merged: Merged | None, rounds: Sequence[Sequence[ProcessDump]], 
     """
     parts = [escape(merged.text())] if merged else []
     last = rounds[-1] if rounds else []
-    for dump in (*last, *((owner,) if owner else ())):
-        parts.append(_block(dump))
+    parts += [_block(dump) for dump in (*last, *((owner,) if owner else ())) if not crowded(dump)]
+    parts += [f"# {note}" for note in (unread(last),) if note]
     return "\n\n".join(parts) + "\n"
 
 
@@ -188,7 +189,7 @@ def _owner_lines(words: Words) -> list[str]:
 def _notes(words: Words) -> list[str]:
     """Said once, whatever the number of processes."""
     last = words.scene.rounds[-1] if words.scene.rounds else []
-    notes = [note for note in (refused(last),) if note]
+    notes = [note for note in (refused(last), unread(last)) if note]
     without = [d for d in last if not d.threads and d.role.rank is not None]
     notes += [f"{d.label} (pid {d.process.pid}) has no stack: {d.problem}" for d in without[:8]]
     if words.probe:

@@ -586,3 +586,61 @@ def test_the_phase_is_that_of_the_culprit(dumps):
     phases = {**at("cuda_graph", "TP0", "TP1", "TP2"), **at("compile", "TP3")}
     assert hung(dumps.same(4, dumps.COLLECTIVE, r3=dumps.ELSEWHERE), phases=phases).phase == "compile"
     assert hung(dumps.same(4, dumps.COLLECTIVE), phases=phases).phase == "compile", "else the least far"
+
+
+# --- deadlocks, and too short a time
+
+
+def lock(path: str, waiter: str, holder: str) -> LockFact:
+    return LockFact(path, (waiter,), holder=812, holder_label=holder, holder_alive=True, kind="flock")
+
+
+def test_a_holder_that_waits_for_the_waiter_is_a_deadlock(dumps):
+    stacks = dumps.same(4, dumps.COLLECTIVE, r1=dumps.FLASHINFER_LOCK)
+    found = hung(stacks, locks=(lock("/c/a.lock", "TP1", "TP2"),))
+    assert (found.verdict, found.culprits) == ("hang", ("TP2",))
+    said = "deadlock: TP1 waits for the lock /c/a.lock, which TP2 holds, and TP2 waits in a collective for TP1"
+    assert said in found.text
+    assert "before the collective" in found.text
+
+
+def test_a_holder_that_works_or_waits_for_others_is_no_deadlock(dumps):
+    works = dumps.same(4, dumps.COLLECTIVE, r1=dumps.FLASHINFER_LOCK, r2=dumps.ELSEWHERE)
+    assert "deadlock" not in hung(works, locks=(lock("/c/a.lock", "TP1", "TP2"),)).text
+    strangers = [*dumps.same(4, dumps.COLLECTIVE), dumps.dump("detokenizer", dumps.FLASHINFER_LOCK)]
+    assert "deadlock" not in hung(strangers, locks=(lock("/c/a.lock", "detokenizer", "TP2"),)).text
+
+
+def test_two_locks_taken_crosswise_blame_both(dumps):
+    stacks = dumps.same(4, dumps.COLLECTIVE, r1=dumps.FLASHINFER_LOCK, r2=dumps.FLASHINFER_LOCK)
+    found = hung(stacks, locks=(lock("/c/a.lock", "TP1", "TP2"), lock("/c/b.lock", "TP2", "TP1")))
+    assert found.culprits == ("TP1", "TP2")
+    assert "TP1 waits for the lock /c/a.lock, which TP2 holds" in found.text
+    assert "TP2 waits for the lock /c/b.lock, which TP1 holds" in found.text
+    assert "same order" in found.text
+
+
+def brief(rounds, after=2.4, moving=("(CPU of TP1)",), reason="test_timeout", **more) -> Judgement:
+    progress = Progress("moving", still=0.4, window=30.0, moving=moving)
+    return judge(Evidence(reason=reason, after=after, rounds=rounds, progress=progress, tp=4, **more))
+
+
+def test_too_short_a_time_is_said_and_who_differs(dumps):
+    found = brief([dumps.same(4, dumps.COLLECTIVE, r1=dumps.ELSEWHERE)])
+    assert (found.verdict, found.culprits) == ("undecided", ())
+    assert (
+        "2 s are too short to tell slow from hung (only CPU of TP1 moved); TP1 differs from the other ranks"
+        in found.text
+    )
+    pair = brief([dumps.same(2, dumps.COLLECTIVE, r1=dumps.ELSEWHERE)])
+    assert (
+        "too short to tell slow from hung (only CPU of TP1 moved); the two ranks are in different places" in pair.text
+    )
+    assert "differ" not in brief([dumps.same(4, dumps.COLLECTIVE)], moving=()).text
+
+
+def test_a_strong_sign_or_time_enough_is_slow_as_before(dumps):
+    stacks = [dumps.same(4, dumps.COLLECTIVE, r1=dumps.ELSEWHERE)]
+    assert brief(stacks, moving=("log", "(CPU of TP1)")).verdict == "slow"
+    assert brief(stacks, after=31.0).verdict == "slow"
+    assert brief(stacks, reason="manual").verdict == "slow"
