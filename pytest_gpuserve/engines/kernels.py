@@ -14,6 +14,7 @@ import re
 import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from functools import lru_cache
 from pathlib import Path
 from typing import Final, cast
 
@@ -103,9 +104,7 @@ def find_libraries(kernels: Kernels, spec: ServerSpec, python: str) -> tuple[Lib
         EngineError: the interpreter cannot be run.
     """
     packages = sorted({pattern.partition("/")[0] for pattern in kernels.patterns})
-    env = {**os.environ, **dict(spec.env)}
-    output = ask([python, "-c", _WHERE, *packages], env, spec.cwd, _LIMIT, spec.engine, python)
-    folders: dict[str, list[str]] = json.loads(output.strip().splitlines()[-1])
+    folders = _folders(python, tuple(packages), spec.env, spec.cwd, spec.engine, os.environ.get("PYTHONPATH"))
     found: dict[Path, Library] = {}
     for pattern in kernels.patterns:
         package, _, rest = pattern.partition("/")
@@ -114,6 +113,16 @@ def find_libraries(kernels: Kernels, spec: ServerSpec, python: str) -> tuple[Lib
                 if path not in found and path.is_file() and not path.is_symlink():
                     found[path] = _library(f"{package}/{path.relative_to(folder)}", path)
     return tuple(found.values())
+
+
+@lru_cache(maxsize=64)
+def _folders(
+    python: str, packages: Sequence[str], env: Sequence[tuple[str, str]], cwd: str | None, engine: str, path: str | None
+) -> Mapping[str, Sequence[str]]:
+    """Where an interpreter finds packages; asked once a process (``path``: PYTHONPATH, which decides it too)."""
+    output = ask([python, "-c", _WHERE, *packages], {**os.environ, **dict(env)}, cwd, _LIMIT, engine, python)
+    found: dict[str, list[str]] = json.loads(output.strip().splitlines()[-1])
+    return found
 
 
 def purposes(
@@ -130,10 +139,11 @@ def purposes(
 def unsupported(spec: ServerSpec, engine: Engine, *, python: str, capabilities: Sequence[Capability]) -> str | None:
     """Why a server of ``spec`` cannot run on GPUs of these compute capabilities; None when nothing speaks against it.
 
-    Costs one start of the interpreter; what a library carries is kept from one launch to the next.
+    The first launch costs one start of the interpreter; what a library carries is kept from one session to the next.
     """
     kernels = kernels_of(engine)
-    if kernels is None or not capabilities:
+    device = {key.lstrip("-"): value for key, value in spec.args}.get("device", "cuda")
+    if kernels is None or not capabilities or not str(device).startswith(("cuda", "auto")):
         return None
     backends = {name: kernels.backends[name] for name in _backends(spec) if name in kernels.backends}
     try:

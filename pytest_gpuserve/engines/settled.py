@@ -9,6 +9,7 @@ from typing import Final
 from ..spec import AxisValue, ServerSpec
 from ..text import one_line
 from .vllm import ATTENTION_BACKENDS
+from .vllm_axes import MODES
 
 HEAD: Final = 1 << 20
 """Bytes of a log's beginning that hold all of this: the resolved settings are printed at start-up."""
@@ -26,7 +27,7 @@ _SGLANG_OFF: Final[Mapping[str, str]] = {
 }
 _SAME: Final = ({"MTP", "NEXTN", "EAGLE"}, {"BF16", "BFLOAT16"}, {"FP8", "FP8_E4M3"}, {"NONE", "BASE", "OFF"})
 _FREE: Final = frozenset({"auto", "default"})
-_AROUND: Final = 70
+_AROUND: Final = 110
 """Characters of a log line that are quoted on each side of what tells."""
 
 
@@ -96,11 +97,13 @@ def _vllm(axes: Mapping[str, AxisValue], log: str, env: Mapping[str, str | None]
         for real in seen.values():
             yield from _differs("attention_backend", wanted.name, real["text"], real)
     if graph := axes.get("cuda_graph"):
-        if changed := re.search(r"CUDAGraphMode\.\w+ is not supported with[^\n]*setting cudagraph_mode[^\n]*", log):
-            yield f"axis cuda_graph was to be {graph.name}: {one_line(changed.group(), 300)}"
-        mode = re.search(r"cudagraph_mode'?[:=] ?<CUDAGraphMode\.(?P<text>\w+)", log)
-        if mode and (graph.name == "off") != (mode["text"] == "NONE"):
-            yield from _differs("cuda_graph", graph.name, mode["text"], mode)
+        # the configuration as it was made; then what a worker made of it that its attention backend cannot capture
+        modes = list(re.finditer(r"cudagraph_mode'?[:=] ?(?:<CUDAGraphMode\.)?(?P<text>[A-Z_]+)\b", log))
+        changed = [mode for mode in modes if log.endswith("setting ", 0, mode.start())]
+        if mode := (changed[-1] if changed else modes[0] if modes else None):
+            wanted_mode, runs = MODES.get(graph.name), mode["text"]
+            if runs != wanted_mode if wanted_mode else runs == "NONE":
+                yield from _differs("cuda_graph", graph.name, runs, mode)
     if (decode := axes.get("spec_decode")) and (
         config := re.search(r"speculative_config=(?:None|\w+\(method='(?P<text>[\w-]+)')", log)
     ):

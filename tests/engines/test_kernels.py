@@ -127,6 +127,7 @@ def test_nothing_is_claimed_without_evidence(site: Any, tmp_path: Path) -> None:
     assert why(site({}), (12, 0), attention_backend="fa3") is None, "not installed at all"
     assert why(site(dict.fromkeys(SGLANG, "host")), (12, 0), attention_backend="fa3") is None, "a build for CPUs"
     assert why(site(SGLANG), attention_backend="fa3") is None, "no GPU that we know"
+    assert why(site(SGLANG), (12, 0), attention_backend="fa3", args={"device": "cpu"}) is None
     spec = ServerSpec.from_mapping({"engine": "sglang", "model": "m", "attention_backend": "fa3"})
     engine = get_engine("sglang")
     assert unsupported(spec, engine, python="/no/such/python", capabilities=[(12, 0)]) is None
@@ -159,6 +160,9 @@ def test_a_library_is_read_once_until_it_changes(site: Any, monkeypatch: pytest.
     folder = site(SGLANG)
     asked: list[Path] = []
     monkeypatch.setattr(kernels, "read", lambda path: asked.append(path) or read(path))
+    starts: list[str] = []
+    ask = kernels.ask
+    monkeypatch.setattr(kernels, "ask", lambda argv, *rest: starts.append(argv[0]) or ask(argv, *rest))
     first = why(folder, (12, 0), attention_backend="fa3")
     assert len(asked) == 4
     assert why(folder, (12, 0), attention_backend="fa3") == first
@@ -168,6 +172,7 @@ def test_a_library_is_read_once_until_it_changes(site: Any, monkeypatch: pytest.
     os.utime(library, ns=(1, time.time_ns()))
     assert why(folder, (12, 0), attention_backend="fa3") is None
     assert asked[4:] == [library]
+    assert len(starts) == 1, "the interpreter is asked once where its packages are"
     for kept in (Path(os.environ["XDG_CACHE_HOME"]) / "gpuserve" / "libraries").iterdir():
         kept.write_text("{broken")
     assert why(folder, (12, 0), attention_backend="fa3") is None

@@ -74,10 +74,29 @@ def test_a_mode_that_vllm_changed_and_a_variable_that_it_ignored() -> None:
     )
     spec = ServerSpec.from_mapping({"engine": "vllm", "model": "m", "cuda_graph": "full"})
     first, second = downgrades(spec, log, {"VLLM_ATTENTION_BACKEND": "FLASHINFER"})
-    assert "was to be full: CUDAGraphMode.FULL is not supported" in first
+    assert "was to be full, the server runs with FULL_AND_PIECEWISE (its log: …" in first
+    assert "CUDAGraphMode.FULL is not supported with FLASHINFER" in first
     assert "VLLM_ATTENTION_BACKEND" in second
     assert len(downgrades(spec, log)) == 1, "a variable that somebody else set is not a setting of this server"
     assert len(downgrades(spec, log, {"VLLM_ATTENTION_BACKEND": None})) == 1
+
+
+@pytest.mark.parametrize(
+    ("wanted", "refused"),
+    [("on", False), ("piecewise", False), ("full", True), ("full_and_piecewise", True), ("off", True)],
+)
+def test_a_lesser_mode_is_still_on(wanted: str, refused: bool) -> None:
+    """vLLM lowers its own default to what a backend can capture: only somebody who asked for more is told."""
+    log = (
+        b"(EngineCore pid=1) INFO 08-14 23:43:13 [core.py:1] config: {'cudagraph_mode': "
+        b"<CUDAGraphMode.FULL_AND_PIECEWISE: (2, 1)>, 'x': 1}\n"
+        b"(Worker_TP0 pid=1) WARNING 08-14 23:43:20 [compilation.py:1] CUDAGraphMode.FULL_AND_PIECEWISE "
+        b"is not supported with TRITON backend (support: NEVER); setting cudagraph_mode=PIECEWISE\n"
+    )
+    spec = ServerSpec.from_mapping({"engine": "vllm", "model": "m", "cuda_graph": wanted})
+    assert len(downgrades(spec, log)) == refused
+    none = log.replace(b"mode=PIECEWISE", b"mode=NONE")
+    assert len(downgrades(spec, none)) == (wanted != "off")
 
 
 def test_backends_of_other_things_than_the_target_s_attention() -> None:
