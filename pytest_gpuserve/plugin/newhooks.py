@@ -26,10 +26,12 @@ def pytest_gpuserve_spec(item: pytest.Item, spec: ServerSpec) -> ServerSpec | No
 
 @pytest.hookspec
 def pytest_gpuserve_server_started(server: Server) -> None:
-    """A server became ready (in the process that runs the test: under xdist, a worker)::
+    """A server became ready. Called in the process that runs the test (under xdist, a worker).
 
-    def pytest_gpuserve_server_started(server):
-        print(server.spec.id, server.url, server.log_path)
+    For example::
+
+        def pytest_gpuserve_server_started(server):
+            print(server.spec.id, server.url, server.log_path)
     """
 
 

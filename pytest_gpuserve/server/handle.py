@@ -64,9 +64,14 @@ class Server:
     """A server that became ready. Made by :func:`lifecycle.start`.
 
     Attributes:
-        spec: what was asked for. model: the name that requests must carry. url: ``http://127.0.0.1:PORT``.
-        port: TCP port. log_path: its stdout and stderr. directory: its raw files.
-        record: what was launched. control: its supervisor.
+        spec: what was asked for.
+        model: the name that requests must carry.
+        url: ``http://127.0.0.1:PORT``.
+        port: TCP port.
+        log_path: its stdout and stderr.
+        directory: its raw files.
+        record: what was launched.
+        control: its supervisor.
     """
 
     def __init__(
@@ -264,7 +269,7 @@ class Server:
 
     @property
     def spec_decode(self) -> SpecDecode:
-        """Speculative decoding so far: ``accept_rate``, ``accept_length``; ``later - earlier`` is a window.
+        """Speculative decoding so far, with ``accept_rate`` and ``accept_length``; ``later - earlier`` is a window.
 
         Every figure of a server without speculation, or without counters, is None.
         """

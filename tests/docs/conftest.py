@@ -1,0 +1,8 @@
+"""The programs that make the documentation from the code are importable here."""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+
+sys.path.append(str(Path(__file__).parents[2] / "docs" / "_ext"))
