@@ -14,6 +14,7 @@ COMMANDS: dict[str, str] = {
     "explain": "read a log, stack dumps or a bundle, and say what happened",
     "dump": "take the stacks of every process of a live server",
     "doctor": "say whether this machine and the installed engines are fit for its GPUs",
+    "page": "write one HTML file of an incident, or of a session's artifacts",
     "reap": "free what dead sessions left; --devices lists who holds the GPUs",
     "isolate": "find the smallest part of a failing command line that fails, and the smallest way around",
     "judge": "say what a test run means, in the exit codes of git bisect run",

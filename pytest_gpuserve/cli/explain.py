@@ -42,6 +42,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     bundles.add_argument(
         "--render", type=Path, metavar="DIR", help="judge again, and write verdict.md, issue.md and repro.sh there"
     )
+    bundles.add_argument("--html", type=Path, metavar="OUT", help="write its page: one file that loads nothing")
     parser.formatter_class = argparse.RawDescriptionHelpFormatter
     parser.epilog = "exit codes:\n" + "\n".join(
         f"  {line}"
@@ -60,7 +61,7 @@ def run(arguments: argparse.Namespace) -> int:
     """Read what was named: incidents, stack dumps, logs."""
     paths = [Path(name) for name in arguments.files]
     bundles = [path for path in paths if path.is_dir() or is_zip(path)]
-    wanted = [f"--{name}" for name in ("check", "issue", "zip", "render") if getattr(arguments, name)]
+    wanted = [f"--{name}" for name in ("check", "issue", "zip", "render", "html") if getattr(arguments, name)]
     if bundles and len(bundles) < len(paths):
         raise GpuserveError("an incident is explained by itself: name it without the logs and dumps beside it.")
     if bundles:

@@ -15,6 +15,7 @@ from ..report.bundle_check import Check, check
 from ..report.bundle_reader import Bundle, open_bundles
 from ..report.bundle_zip import write_zip
 from ..report.files import Store
+from ..report.html import write_bundle_page
 from ..report.issue import issue
 from ..report.pages import sections
 from ..report.redact import Redactor
@@ -27,7 +28,8 @@ EXIT_CODES: Final = {"ready": 0, "hang": 3, "stalled": 3, "slow": 4, "degraded":
 def run(paths: Sequence[Path], arguments: argparse.Namespace) -> int:
     """Show, check, zip or write again. With ``--check`` 0: all are whole, 1: something is missing or torn."""
     found = [(path, bundle) for path in paths for bundle in open_bundles(path)]
-    if (arguments.zip or arguments.render or arguments.issue) and len(found) > 1:
+    writes = arguments.zip or arguments.render or arguments.html
+    if (writes or arguments.issue) and len(found) > 1:
         raise GpuserveError(
             f"{one_line(str(found[0][0]))} holds {len(found)} incidents. Name one of them: "
             f"{', '.join(one_line(bundle.name, 80) for _, bundle in found[:5])}."
@@ -43,15 +45,17 @@ def run(paths: Sequence[Path], arguments: argparse.Namespace) -> int:
     elif len(found) > 1:
         for (_, bundle), seen in zip(found, checks, strict=True):
             print(_headline(bundle, seen))
-    elif not (arguments.zip or arguments.render):
+    elif not writes:
         _show(found[0][1], checks[0])
     if arguments.zip:
         _zip(found[0][0], found[0][1], arguments.zip)
     if arguments.render:
         _render(found[0][1], arguments.render)
+    if arguments.html:
+        print(one_line(f"written: {write_bundle_page(written_again(found[0][1]), arguments.html)}"))
     if arguments.check:
         return 0 if all(seen.whole for seen in checks) else 1
-    if arguments.zip or arguments.render or arguments.issue:
+    if writes or arguments.issue:
         return 0
     return max(EXIT_CODES.get(str(bundle.json("incident.json").get("verdict", "undecided")), 1) for _, bundle in found)
 

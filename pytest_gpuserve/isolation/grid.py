@@ -43,7 +43,7 @@ def grid(conclusion: Conclusion, *, width: int = 120) -> list[str]:
         cells.setdefault(tuple(result.values.get(axis, "") for axis in varied), []).append(result)
     head = [*rows, *(f"{column}={value}" for value in conclusion.axes[column])]
     body = [
-        [*names, *(_shown(cells.get((*names, value), [])) for value in conclusion.axes[column])]
+        [*names, *(cell_text(cells.get((*names, value), [])) for value in conclusion.axes[column])]
         for names in itertools.product(*(conclusion.axes[axis] for axis in rows))
         if any((*names, value) in cells for value in conclusion.axes[column])
     ]
@@ -59,10 +59,10 @@ def _by_id(results: Sequence[CellResult]) -> Mapping[str, str]:
     runs: dict[str, list[CellResult]] = {}
     for result in results:
         runs.setdefault(result.id, []).append(result)
-    return {id: _shown(of_cell) for id, of_cell in runs.items()}
+    return {id: cell_text(of_cell) for id, of_cell in runs.items()}
 
 
-def _shown(runs: Sequence[CellResult]) -> str:
+def cell_text(runs: Sequence[CellResult]) -> str:
     """``pass``, ``hang cuda_graph``, ``2/3 hang cuda_graph``; ``-`` for a cell that is not in the matrix."""
     if not runs:
         return "-"

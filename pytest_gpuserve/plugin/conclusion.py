@@ -151,9 +151,10 @@ class Conclusions:
             keys = {id: ServerSpec.from_mapping(spec, source=id).key for id, spec in specs.items()}
             results = [replace(result, figures=of_cell(self._state, keys[result.id])) for result in results]
         said = conclude(results, base)
-        return said, self._write(said, specs)
+        incidents = {run.cell["id"]: Path(a.incident).name for run in runs for a in run.attempts if a.incident}
+        return said, self._write(said, specs, incidents)
 
-    def _write(self, said: Conclusion, specs: Mapping[str, Any]) -> str:
+    def _write(self, said: Conclusion, specs: Mapping[str, Any], incidents: Mapping[str, str]) -> str:
         """``matrix.json``, ``matrix-2.json`` …: what can be gone on from. Returns how the terminal names it."""
         from ..report.redact import Redactor
 
@@ -163,7 +164,11 @@ class Conclusions:
         self._written += 1
         path = directory / (FILE if self._written == 1 else f"matrix-{self._written}.json")
         redactor = Redactor.of(*(spec["env"] for spec in specs.values()))
-        shown = {**said.to_json(), "specs": {id: redactor.value(spec) for id, spec in specs.items()}}
+        shown = {
+            **said.to_json(),
+            "specs": {id: redactor.value(spec) for id, spec in specs.items()},
+            "incidents": incidents,
+        }
         try:
             directory.mkdir(parents=True, exist_ok=True)
             draft = path.with_name(f".{path.name}")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections import Counter
 from collections.abc import Mapping
 from dataclasses import replace
@@ -13,6 +14,8 @@ import pytest
 from .options import Settings
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..errors import GpuserveError
     from .ledger import Ledger
     from .pool import Pool
@@ -45,6 +48,8 @@ class State:
         pool: made by the first request for a server.
         pending: tests still to come, by the key of the server they want.
         planned: the tests selected, in order.
+        began: seconds since the epoch.
+        page: the session's HTML page, once it is written.
     """
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
@@ -56,6 +61,8 @@ class State:
         self.pool: Pool | None = None
         self.pending: Counter[str] = Counter()
         self.planned: list[pytest.Item] = []
+        self.began = time.time()
+        self.page: Path | None = None
         if sent := self._sent_by_controller():
             self.settings = replace(settings, session_deadline=sent["session_deadline"])
 
@@ -124,11 +131,15 @@ class State:
             self.pool.test_ended()
 
     def session_finished(self) -> None:
-        """Send what was counted here to the controller, if there is one."""
+        """Send what was counted here to the controller, if there is one; else write the pages."""
         if self.pool is not None:
             self.pool.close()
         if self.is_worker and self.counted:
             self.config.workeroutput["gpuserve"] = self.ledger.to_json()  # type: ignore[attr-defined]
+        elif self.counted:
+            from . import pages
+
+            pages.write(self)
 
 
 def state_of(config: pytest.Config) -> State:

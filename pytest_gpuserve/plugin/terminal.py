@@ -64,6 +64,8 @@ def _servers(reporter: pytest.TerminalReporter, ledger: Ledger, state: State) ->
 
         for line in conclude(state)[0]:
             reporter.line(escape(line))
+    if state.page is not None:
+        reporter.line(escape(f"page: {_short(state.config, state.page)}"))
     if state.settings.soft:
         spared = len({entry["spared"] for entry in ledger.incidents} - {None})
         reporter.line(f"soft mode: {_count(spared, 'server')} would have been killed")

@@ -40,7 +40,9 @@ def test_one_table_and_a_file_to_go_on_from(project: Any, workers: str) -> None:
             "To go on: gpuserve isolate --from gpuserve-artifacts/matrix.json sim-tp1-cuda_graph_on-overlap_on",
         ]
     )
+    result.stdout.fnmatch_lines(["page: gpuserve-artifacts/index.html"])
     raw = json.loads((project.path / "gpuserve-artifacts" / "matrix.json").read_text())
+    assert raw["incidents"] == {}
     assert conclude(from_json(raw), raw["base"]).to_json()["conclusion"] == raw["conclusion"]
     assert raw["base"] == {"cuda_graph": "on", "overlap": "on"}
     assert raw["specs"]["sim-tp1-cuda_graph_off-overlap_on"]["axes"] == {"cuda_graph": "off", "overlap": "on"}
