@@ -11,6 +11,7 @@ from .. import __version__
 from ..errors import GpuserveError
 
 COMMANDS: dict[str, str] = {
+    "run": "start any server command, show how far it is, and watch it: a hang is dumped and named",
     "explain": "read a log, stack dumps or a bundle, and say what happened",
     "dump": "take the stacks of every process of a live server",
     "doctor": "say whether this machine and the installed engines are fit for its GPUs",

@@ -14,7 +14,7 @@ from typing import Any
 
 from .. import procfs
 from ..diagnose import crowd, locks, machine, parse, stacks
-from ..diagnose.evidence import Evidence
+from ..diagnose.evidence import Evidence, Progress
 from ..diagnose.merge import Merged, merge
 from ..diagnose.model import Judgement, ProcessDump
 from ..diagnose.roles import any_role
@@ -55,6 +55,11 @@ def run(arguments: argparse.Namespace) -> int:
     if isinstance(target, Matches):
         print(target.text(), file=sys.stderr)
         return 1
+    return report(target, arguments)
+
+
+def report(target: Target, arguments: argparse.Namespace, progress: Progress | None = None) -> int:
+    """Take the stacks and print what they say; ``progress``: what a watch saw before, which makes it no manual dump."""
     rounds = []
     for number in range(max(1, arguments.rounds)):
         if number:
@@ -71,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
             )
         )
     merged = merge(rounds)
-    judgement = _judge(rounds, merged)
+    judgement = _judge(rounds, merged, progress)
     redactor = Redactor.of(os.environ, *(procfs.environ(s.pid) for s in target.stats[:1]), argv=target.argv)
     content = _content(arguments.target, rounds, judgement)
     if arguments.output:
@@ -166,10 +171,15 @@ def _markers(pid: int) -> Path | None:
     return Path(value) if value else None
 
 
-def _judge(rounds: Sequence[Sequence[ProcessDump]], merged: Merged) -> Judgement:
+def _judge(rounds: Sequence[Sequence[ProcessDump]], merged: Merged, progress: Progress | None) -> Judgement:
     pids = [d.process.pid for d in rounds[-1] if d.state not in "ZX"]
     evidence = Evidence(
-        reason="manual", rounds=rounds, memory=machine.memory(pids), locks=locks.locks(merged, limit=2.0)
+        reason="manual" if progress is None else "no_progress",
+        after=None if progress is None else progress.still,
+        rounds=rounds,
+        memory=machine.memory(pids),
+        locks=locks.locks(merged, limit=2.0),
+        progress=progress,
     )
     return judge(evidence)
 

@@ -129,7 +129,7 @@ def split(words: Sequence[str], features: Features) -> Parts:
     Raises:
         SpecError: there is no program in it, or it says its port in a way that cannot be replaced.
     """
-    env, rest = _environment(words)
+    env, rest = environment(words)
     program, options = _program(rest)
     if not program:
         raise SpecError(
@@ -204,7 +204,8 @@ def parse_options(words: Sequence[str]) -> list[Option]:
     return found
 
 
-def _environment(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+def environment(words: Sequence[str]) -> tuple[list[tuple[str, str]], list[str]]:
+    """The variables that a command line begins with (``env`` or not), and the command behind them."""
     rest = list(words)
     if rest and PurePath(rest[0]).name == "env" and len(rest) > 1 and _ASSIGNMENT.match(rest[1]):
         rest.pop(0)

@@ -66,14 +66,16 @@ class Status:
 class Starting:
     """Reads a server's log as it grows. Not thread-safe; :meth:`look` is quick."""
 
-    def __init__(self, record: ServerRecord) -> None:
+    def __init__(self, record: ServerRecord, gpus: str | None = None) -> None:
+        """``gpus``: what CUDA_VISIBLE_DEVICES leaves to a server that got none from us; None: none is read."""
         self._record = record
+        self._visible = ",".join(record.gpus) or gpus
         self._begun = time.monotonic()
         self._log: LogFollower | None = None
         with suppress(EngineError):
             self._reader = PhaseReader(get_engine(record.engine).grammar)
             self._log = LogFollower(record.log, self._reader)
-        self._gpus = GpuReader(every=2.0) if record.gpus else None
+        self._gpus = GpuReader(every=2.0) if self._visible is not None else None
 
     def look(self, note: str = "") -> Status:
         """What is known now."""
@@ -83,7 +85,8 @@ class Starting:
         if self._log is not None:
             self._log.poll(time.monotonic(), limit=8 << 20)
             ranks = self._reader.ranks()
-        mine = gpu.visible(self._gpus.last, ",".join(self._record.gpus)) if self._gpus is not None else ()
+        mine = gpu.visible(self._gpus.last, self._visible or None) if self._gpus is not None else ()
+        mine = mine[: self._record.spec.tp]
         seconds = time.monotonic() - self._begun
         used = [unit.memory_used for unit in mine if unit.memory_used is not None]
         return summarise(self._record.spec.id, ranks, seconds, memory=sum(used), gpus=len(used), note=note)

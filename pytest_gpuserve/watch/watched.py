@@ -53,6 +53,7 @@ class Settings:
         budgets: see :meth:`Budgets.from_settings`.
         cache: directory of what was learned; None: nothing is learned.
         metrics, gpus: ask the engine's /metrics while a request is in flight; read the GPUs.
+        others: others than we send requests, so that only /metrics knows of them: it is asked all the time.
     """
 
     interval: float = 1.0
@@ -60,6 +61,7 @@ class Settings:
     cache: Path | None = None
     metrics: bool = True
     gpus: bool = True
+    others: bool = False
 
 
 class GpuReader:
@@ -118,7 +120,7 @@ class Watched:
             engine = get_engine(record.engine)
             role_of, grammar = engine.process_role, engine.grammar
         supervisor = record.supervisor.pid if record.supervisor else None
-        self.tree = ProcTree(record.root, supervisor, record.cookie, role_of)
+        self.tree = ProcTree(record.root, supervisor, record.cookie or None, role_of)
         self._reader = PhaseReader(grammar) if grammar else None
         self._log = LogFollower(record.log, self._reader) if self._reader else None
         self._log_seen = (-1, -1)
@@ -147,11 +149,12 @@ class Watched:
         suspect = self.reading is not None and self.reading.state in ("suspect", "hung")
         self._read_events()
         requests = inflight.read(self.directory)
-        if requests.count and self._poller and self.monitor.still >= ASK_AFTER:
+        asked = requests.count > 0 or self._settings.others
+        if self._poller and (self._settings.others or (requests.count and self.monitor.still >= ASK_AFTER)):
             self._poller.ask()  # the last sign, asked for only where there is no other
         if self._gpus:
             self._gpus.ask()
-        counters = self._poller.last if self._poller and requests.count else None
+        counters = self._poller.last if self._poller and asked else None
         now = time.monotonic()
         self._read_log(now)
         sample = Sample(

@@ -6,7 +6,7 @@ the server unless the incident spares it. It ends with its owner, or on SIGTERM.
 
 Configuration, a JSON object: ``owner`` [pid, start]; ``incident``, an argv in which ``{server}``, ``{reason}`` and
 ``{after}`` are filled in; ``limit``, ``spare`` and ``kill`` of the alarm; ``interval``, ``budgets``, ``cache``,
-``metrics``, ``gpus`` as in :class:`pytest_gpuserve.watch.watched.Settings`.
+``metrics``, ``gpus``, ``others`` as in :class:`pytest_gpuserve.watch.watched.Settings`.
 """
 
 from __future__ import annotations
@@ -62,6 +62,7 @@ class Config:
             cache=Path(raw["cache"]) if raw.get("cache") else None,
             metrics=bool(raw.get("metrics", True)),
             gpus=bool(raw.get("gpus", True)),
+            others=bool(raw.get("others", False)),
         )
         return cls(
             settings=settings,
