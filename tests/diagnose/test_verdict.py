@@ -607,8 +607,16 @@ def test_a_holder_that_waits_for_the_waiter_is_a_deadlock(dumps):
 def test_a_holder_that_works_or_waits_for_others_is_no_deadlock(dumps):
     works = dumps.same(4, dumps.COLLECTIVE, r1=dumps.FLASHINFER_LOCK, r2=dumps.ELSEWHERE)
     assert "deadlock" not in hung(works, locks=(lock("/c/a.lock", "TP1", "TP2"),)).text
-    strangers = [*dumps.same(4, dumps.COLLECTIVE), dumps.dump("detokenizer", dumps.FLASHINFER_LOCK)]
-    assert "deadlock" not in hung(strangers, locks=(lock("/c/a.lock", "detokenizer", "TP2"),)).text
+    other = [dumps.dump(Rank(tp=n, pp=1), dumps.FLASHINFER_LOCK if n else dumps.COLLECTIVE) for n in range(2)]
+    mine = [dumps.dump(Rank(tp=n, pp=0), dumps.COLLECTIVE) for n in range(2)]
+    waiter, holder = other[1].label, mine[0].label
+    found = hung(
+        [*mine, *other],
+        locks=(lock("/c/a.lock", waiter, holder),),
+        expected=tuple(d.label for d in (*mine, *other)),
+    )
+    assert found.culprits == (holder,)
+    assert "deadlock" not in found.text, "another group's collective waits for nobody here"
 
 
 def test_two_locks_taken_crosswise_blame_both(dumps):
