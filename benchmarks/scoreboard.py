@@ -44,6 +44,7 @@ KINDS = (
     "symmetric", "wedge",
 )  # fmt: skip
 CRASHES = frozenset({"die", "exit", "raise", "oom"})
+SMOKE_SEED = 5
 HEALTHY = ("cold_compile", "slow_disk", "slow_compile", "slow_cpu", "paused", "long_first_request")
 
 
@@ -143,6 +144,17 @@ def fault_cases(number: int, seed: int) -> list[Case]:
     return chosen
 
 
+def smoke_cases(seed: int) -> list[Case]:
+    """A minute's worth: hangs of four kinds, two deaths, two slow starts, small servers; drawn by the seed."""
+    dice = random.Random(seed)
+    every = [case for case in fault_cases(400, seed) if case.tp < 8 and case.phase != "warmup"]
+    dice.shuffle(every)
+    hangs = [k for k in KINDS if k not in CRASHES and k not in ("spin", "gil")]  # those take a window more
+    kinds = [*dice.sample(hangs, 4), *dice.sample(sorted(CRASHES), 2)]
+    chosen = [next(case for case in every if case.kind == kind) for kind in kinds]
+    return chosen + healthy_cases(len(HEALTHY), seed)[::4]
+
+
 def _possible(kind: str, phase: str, loaded: bool) -> bool:
     if loaded and phase != "serving":
         return False
@@ -227,6 +239,8 @@ def run(bench: Bench, case: Case) -> Result:
         result.verdict, result.text = error.verdict, str(error)[:600]
     if directory is not None:
         _read(bench, result, directory)
+        if result.verdict == "infra":
+            result.problem += f" {_supervisor(directory)}"
     if server is not None:
         server.stop(0.5)
     return result
@@ -319,6 +333,8 @@ def _read(bench: Bench, result: Result, directory: Path) -> None:
         result.culprits = tuple(found.get("culprits") or ())
         result.text = str(entry.get("text"))[:600]
         ranks = found.get("ranks") or {}
+        if result.case.kind in CRASHES:
+            return  # nobody is left to dump
         result.complete = len(ranks) >= result.case.tp and all(_explained(r) for r in ranks.values())
         fired = Control(directory).last("fired")
         if fired and told.get("still") is not None:
@@ -328,6 +344,15 @@ def _read(bench: Bench, result: Result, directory: Path) -> None:
     if exited and result.case.kind in CRASHES:
         judged = judge(Evidence(server_exit=exited.data.get("code"), log=logs.said(load(directory)).facts))
         result.verdict, result.culprits, result.text = judged.verdict, judged.culprits, judged.text
+
+
+def _supervisor(directory: Path) -> str:
+    """What its supervisor did last, and its own troubles: nobody ends it in this bench."""
+    texts = []
+    for name in ("events.jsonl", "supervisor.log"):
+        with suppress(OSError):
+            texts.append(f"{name}: {(directory / name).read_text(errors='replace')[-1500:]}")
+    return " ".join(texts)
 
 
 def _explained(rank: dict[str, Any]) -> bool:
@@ -447,7 +472,7 @@ def main() -> int:
     parser.add_argument("--markdown", type=Path)
     options = parser.parse_args()
     if options.smoke:
-        options.faults, options.healthy, options.minutes = 8, 4, 6.0
+        options.window, options.jobs, options.seed = 5.0, 4, SMOKE_SEED
     deadline = time.monotonic() + options.minutes * 60
     with tempfile.TemporaryDirectory() as folder:
         os.environ.setdefault("GPUSERVE_STATE", str(Path(folder) / "state"))
@@ -459,6 +484,8 @@ def main() -> int:
             bench.session, {"incident": argv, "gpus": False, "interval": 0.5, "limit": 30.0, "budgets": budgets}
         )
         cases = fault_cases(options.faults, options.seed) + healthy_cases(options.healthy, options.seed)
+        if options.smoke:
+            cases = smoke_cases(options.seed)
         if options.only:
             cases = [case for case in cases if case.kind in options.only.split(",")]
         random.Random(options.seed).shuffle(cases)

@@ -264,6 +264,8 @@ def _layer(
 ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
     if case.spinning:
         return "gpu", f"look at the GPU: {case.spinning}", ((case.spinning, "NVML"),)
+    if kernel := next((w for w in case.witnesses if w.layer == "gpu" and not w.ranks), None):
+        return "gpu", f"look at the GPU: {kernel.claim}", ((kernel.claim, kernel.source),)
     layer = signature.layer if signature else ""
     if all(c.kind == "idle" for c in entries):
         return "ipc", "look at the messages between the processes: a request or an answer was lost", ()

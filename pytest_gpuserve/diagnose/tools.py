@@ -60,7 +60,7 @@ def pyspy(executable: str, pid: int, *, limit: float, stop: bool, native: bool =
     A py-spy that has to be killed may leave the target about to stop; the caller sends SIGCONT.
     """
     options = ["--json", "--pid", str(pid), *([] if stop else ["--nonblocking"]), *(["--native"] if native else [])]
-    attempt = _run([executable, "dump", *options], limit)
+    attempt = run([executable, "dump", *options], limit)
     if attempt.trouble:
         return attempt
     try:
@@ -75,7 +75,7 @@ def pyspy(executable: str, pid: int, *, limit: float, stop: bool, native: bool =
 def pystack(executable: str, pid: int, *, limit: float, native: bool = False) -> Attempt:
     """``pystack remote``: another reader of memory, for what py-spy cannot read. Only ``native`` stops the target."""
     options = ["--native-last"] if native else ["--no-block"]
-    attempt = _run([executable, "remote", str(pid), *options], limit)
+    attempt = run([executable, "remote", str(pid), *options], limit)
     if attempt.trouble:
         return attempt
     threads = text_threads(attempt.raw, pid)
@@ -114,7 +114,8 @@ def classify(stderr: str) -> Trouble:
     return next((trouble for trouble, pattern in _TROUBLES if pattern.search(" ".join(stderr.split()))), "other")
 
 
-def _run(argv: Sequence[str], limit: float) -> Attempt:
+def run(argv: Sequence[str], limit: float) -> Attempt:
+    """Run a tool; its standard output is ``raw``. Never longer than ``limit`` and a second."""
     environment = {**os.environ, "RUST_BACKTRACE": "0", "NO_COLOR": "1"}
     began = time.monotonic()
     try:

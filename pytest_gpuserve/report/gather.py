@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Generic, TypeVar
 
 from .. import gpu, procfs
-from ..diagnose import flight, locks, machine, ras
+from ..diagnose import coredump, flight, locks, machine, ras
 from ..diagnose.evidence import Evidence, LogFact, Progress, Witness
-from ..diagnose.merge import Merged, merge, relabel
+from ..diagnose.merge import Merged, label_order, merge, relabel
 from ..diagnose.model import ProcessDump
 from ..diagnose.roles import rank_in
 from ..engines.base import Engine, ProcessRole
@@ -160,6 +160,25 @@ def witnesses(merged: Merged, limit: float) -> tuple[Witness, ...]:
             with suppress(Exception):  # somebody else's file
                 records[label] = flight.read(raw)
     return (*found, *(flight.witnesses(records) if records else ()))
+
+
+def cores(merged: Merged, culprits: Sequence[str], limit: float) -> tuple[Witness, ...]:
+    """A CUDA core of one rank, the first suspect, where the server was launched for it. It kills that rank."""
+    deadline = time.monotonic() + limit
+    ranks = sorted(merged.ranks, key=lambda m: (m.label not in culprits, label_order(m.label)))
+    for member in ranks:
+        pid = member.process.pid
+        if member.condition or not _devices(pid):
+            continue
+        core = coredump.take(pid, procfs.environ(pid), 0.7 * limit)
+        if core is None:
+            continue
+        executable = coredump.debugger()
+        left = deadline - time.monotonic()
+        text = coredump.read(core, executable, left) if executable and left > 0.5 else None
+        found = coredump.witness(member.label, core, text)
+        return (found,) if found else ()
+    return ()
 
 
 @dataclass

@@ -15,7 +15,7 @@ from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 
-from ..diagnose import evidence_json
+from ..diagnose import coredump, evidence_json
 from ..diagnose.evidence import Evidence, Witness
 from ..diagnose.merge import Merged
 from ..diagnose.model import Judgement
@@ -138,10 +138,20 @@ class Taking:
         self._native(merged)
         self._write_timeline()
         self._around.finish(told.line, scene.gpus, max(0.5, min(3.0, self._left() - 2)))
+        self._last_witness(merged)
         taken = self._conclude(complete=True)
         if self._artifacts is not None and self._request.keep and self._left() > 0:
             prune(self._artifacts, self._request.keep, spare=taken.path)
         return taken
+
+    def _last_witness(self, merged: Merged) -> None:
+        """Opt-in, and after all other evidence is on disk, since it kills a rank: what runs on a suspect's GPU."""
+        if not coredump.asked_for(self._environment) or self._left() < 6.0:
+            return
+        taken = self._conclude(complete=False)
+        if taken.decision.kill and taken.verdict in ("hang", "undecided") and self._last is not None:
+            found = gather.cores(merged, self._last[2].culprits, min(20.0, self._left() - 3.0))
+            self._scene.witnesses = (*self._scene.witnesses, *found)
 
     @property
     def _patience(self) -> float:

@@ -33,6 +33,7 @@ from .handle import Server
 from .paths import server_directory
 from .readiness import Waiting, shown_tail, wait
 from .record import ServerRecord, boot_id
+from .witness_env import witness_environment
 
 Incident = Callable[[Path, str], list[str]]
 """(directory of the server, reason) -> argv that takes the incident; [] takes none."""
@@ -165,6 +166,7 @@ def environment(spec: ServerSpec, launch: Launch, gpus: Sequence[str], markers: 
     if gpus:
         env["CUDA_VISIBLE_DEVICES"] = ",".join(gpus)
         env["CUDA_DEVICE_ORDER"] = "PCI_BUS_ID"  # the numbers are NVML's
+        env.update(witness_environment(markers.parent, {**os.environ, **env}))
     return env
 
 

@@ -93,7 +93,11 @@ def lost_supervisor(record: ServerRecord, control: Control) -> str:
     left = sweep_cookie(record.cookie, record.directory)
     pid = control.supervisor.pid if control.supervisor else "?"
     unkillable = f" Processes {left} could not be ended." if left else ""
-    return f"lost its supervisor (somebody killed pid {pid}), so what was left of it has been ended.{unkillable}"
+    trouble = log_tail(record.directory / "supervisor.log", 20)  # silent unless it failed by itself
+    how = f"somebody killed pid {pid}"
+    if "Traceback" in trouble:
+        how = f"pid {pid} failed, please report it: {escape(trouble.splitlines()[-1], 200)}"
+    return f"lost its supervisor ({how}), so what was left of it has been ended.{unkillable}"
 
 
 @dataclass(frozen=True, slots=True)

@@ -71,6 +71,8 @@ def test_the_environment(serve: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     assert env["GPUSERVE_COOKIE"] == server.record.cookie
     assert env["GPUSERVE_MARKERS"] == str(server.directory / "markers")
     assert env["CUDA_VISIBLE_DEVICES"] == "3,GPU-abc"
+    assert env["TORCH_NCCL_DEBUG_INFO_PIPE_FILE"] == str(server.directory / "flight.")
+    assert "CUDA_COREDUMP_PIPE" not in env, "not asked for"
     assert env["PYTHONPATH"].split(os.pathsep)[1:] == ["/from/pytest"]
     assert env["PYTHONPATH"].split(os.pathsep)[0].endswith("pytest_gpuserve/diagnose/inject")
     assert (env["PYTHONUNBUFFERED"], env["PYTHONFAULTHANDLER"]) == ("1", "0")

@@ -11,13 +11,17 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import pytest_gpuserve
 from pytest_gpuserve import procfs
+from pytest_gpuserve.procfs import ProcessId
 from pytest_gpuserve.server import loop
+from pytest_gpuserve.server.control import Control
+from pytest_gpuserve.server.readiness import lost_supervisor
 
 Wait = Callable[..., Any]
 SERVER = Path(pytest_gpuserve.__file__).parent / "server"
@@ -223,3 +227,22 @@ def test_standard_library_only(name: str) -> None:
 def test_no_module_of_this_room_hides_one_of_the_standard_library() -> None:
     """A script's directory comes first in sys.path."""
     assert not {path.stem for path in SERVER.glob("*.py")} & sys.stdlib_module_names - {"__init__"}
+
+
+@pytest.mark.parametrize(
+    ("log", "says"),
+    [
+        ("", "somebody killed pid 7"),
+        (
+            'Traceback (most recent call last):\n  File "x.py", line 1\nOSError: [Errno 24] no \x1b[31mfile\n',
+            "pid 7 failed",
+        ),
+    ],
+)
+def test_a_lost_supervisor_is_said_to_be_killed_or_to_have_failed(tmp_path: Path, log: str, says: str) -> None:
+    (tmp_path / "supervisor.log").write_text(log)
+    record = SimpleNamespace(directory=tmp_path, cookie="0" * 32)
+    text = lost_supervisor(record, Control(tmp_path, ProcessId(7, 1)))  # type: ignore[arg-type]
+    assert says in text
+    assert ("OSError" in text) == bool(log)
+    assert "\x1b" not in text
