@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
 import signal
@@ -30,6 +31,15 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))
         return int(probe.getsockname()[1])
+
+
+def ask(port: int, times: int) -> None:
+    """Completions of a client that nobody watches; the last one may never be answered."""
+    for _ in range(times):
+        body = json.dumps({"prompt": "a", "max_tokens": 2}).encode()
+        request = urllib.request.Request(f"http://127.0.0.1:{port}/v1/completions", body)
+        with suppress(OSError), urllib.request.urlopen(request, timeout=120) as answer:
+            answer.read()
 
 
 class Runs:
@@ -192,7 +202,9 @@ def test_a_server_of_somebody_else_is_dumped_and_lives(runs: Runs) -> None:
     port = free_port()
     server = runs.start(*SIM, "--port", str(port), "--fault", "sleep@serving:rank=1:requests=2")
     pid = server.process.pid
-    watch = runs.gpuserve("--attach", f"http://127.0.0.1:{port}", "--pid", str(pid))
+    watch = runs.gpuserve("--probe-every", "0", "--attach", f"http://127.0.0.1:{port}", "--pid", str(pid))
+    watch.says("sim-tp2 is ready")
+    threading.Thread(target=ask, args=(port, 3), daemon=True).start()  # only the server's own counters tell of these
     watch.says(rf"watching pid {pid} \(.*pytest_gpuserve\.sim.*\) at http://127\.0\.0\.1:{port}, engine sim\. ")
     watch.says("sim-tp2: nothing moved for .* in (ready|serving) .*it is left alone")
     watch.says("TP1 sleeps \\(synchronize at stalls.py")
