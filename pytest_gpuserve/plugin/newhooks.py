@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import pytest
@@ -43,4 +44,16 @@ def pytest_gpuserve_incident(server: Server, incident: Mapping[str, Any]) -> Non
 
         def pytest_gpuserve_incident(server, incident):
             shutil.copy("/var/log/dmesg", incident["incident"])
+    """
+
+
+@pytest.hookspec
+def pytest_gpuserve_bundle(incident: Path, add: Callable[[str, str | bytes | Path], None]) -> None:
+    """Add files to a bundle: ``incident`` is its directory, whole by now. ``add(name, content)`` writes
+    ``extra/NAME`` there and lists it; text, or a file with text, is redacted and cut at 16 MiB. Binary content cannot
+    be redacted and is refused::
+
+        def pytest_gpuserve_bundle(incident, add):
+            add("dmesg.txt", Path("/var/log/dmesg"))
+            add("mount.txt", Path("/proc/mounts").read_text())
     """

@@ -41,6 +41,8 @@ class Settings:
             None: nobody watches.
         session_deadline: wall-clock time (as time.time()) at which every server is dumped; None: no deadline.
         artifacts: where incidents go; None: nowhere but the state directory.
+        retain: ``failure``: a bundle of every incident; ``always``: one of every server, when it is stopped, too.
+        keep: so many incidents stay among the artifacts; 0: all.
         max_uses: tests that one server may serve; 0: any number.
         override: what ``--gpuserve-set`` launches, stronger than marks.
         defaults: what the configuration file launches, weaker than marks.
@@ -56,6 +58,8 @@ class Settings:
     artifacts: Path | None
     session_deadline: float | None
     stall_timeout: float | Literal["auto"] | None = "auto"
+    retain: Literal["failure", "always"] = "failure"
+    keep: int = 0
     gpus: str = "auto"
     foreign: Literal["wait", "skip", "fail"] = "wait"
     lease_timeout: float = 3600.0
@@ -136,6 +140,12 @@ def seconds(text: object, source: Source) -> float:
     return value
 
 
+def _number(text: str, source: Source) -> int:
+    if not text.isdecimal():
+        raise pytest.UsageError(f"{source}: {text!r} is no number (write 200, or 0 for all).")
+    return int(text)
+
+
 def _switch(text: str, source: Source) -> bool:
     words = {"1": True, "yes": True, "true": True, "on": True, "0": False, "no": False, "false": False, "off": False}
     if text.lower() not in words:
@@ -213,6 +223,20 @@ OPTIONS: tuple[Option, ...] = (
         "dump-timeout", seconds, "30", "budget for taking stacks at a deadline, before anything is killed", "SECONDS"
     ),
     Option("artifacts", lambda text, _: text, "gpuserve-artifacts", "where incidents are written, or off", "DIR"),
+    Option(
+        "retain",
+        _choice("failure", "always"),
+        "failure",
+        "failure: write a bundle of every incident; always: of every server when it is stopped, too",
+        "failure|always",
+    ),
+    Option(
+        "keep-incidents",
+        _number,
+        "200",
+        "how many incidents stay among the artifacts: older ones of ours are removed; 0: all stay",
+        "N",
+    ),
     Option(
         "stall-timeout",
         _stall,
@@ -309,6 +333,8 @@ def read_settings(config: pytest.Config) -> Settings:
         artifacts=None if where == "off" else (base / Path(where).expanduser()),
         session_deadline=values["gpuserve_session_deadline"],
         stall_timeout=values["gpuserve_stall_timeout"],
+        retain=values["gpuserve_retain"],
+        keep=values["gpuserve_keep_incidents"],
         gpus=values["gpuserve_gpus"],
         foreign=values["gpuserve_foreign"],
         lease_timeout=values["gpuserve_lease_timeout"],

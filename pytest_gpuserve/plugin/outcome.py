@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -12,6 +13,7 @@ import pytest
 
 from ..errors import ServerError
 from ..text import escape
+from .bundles import fill
 from .evidence import MANUAL, SESSION_ALARM, TEST_ALARM
 from .state import ERROR, State
 
@@ -69,6 +71,13 @@ class Outcome:
             report.gpuserve_skipped = True  # type: ignore[attr-defined]  # for plugin/results.py, also through xdist
         for slot, found in self._findings:
             self._account(slot, found, report)
+        written = [str(i["incident"]) for _, found in self._findings for i in found.incidents if i.get("incident")]
+        if report.failed:
+            written += [str(value) for name, value in self._item.user_properties if name == "gpuserve_incident"]
+        if written:
+            from .html_report import attach
+
+            attach(self._item.config, report, written)
         degraded = dict(self._item.user_properties).get("gpuserve_verdict") == "degraded"  # another would be no better
         if self._pool is not None and report.failed and report.when != "teardown" and not degraded:
             self._pool.failed(spared=any(found.spared for _, found in self._findings))
@@ -84,7 +93,12 @@ class Outcome:
             where = str(incident.get("incident") or "")
             if Path(where).name not in said + text:
                 lines.append(f"dumps: {where}")
-        return "\n".join(escape(line) for line in "\n".join(filter(None, lines)).splitlines())
+        text = "\n".join(escape(line) for line in "\n".join(filter(None, lines)).splitlines())
+        if os.environ.get("GITHUB_ACTIONS") != "true":
+            return text
+        from .github import tame
+
+        return tame(text)
 
     def _account(self, slot: Slot, found: Finding, report: pytest.TestReport) -> None:
         assert self._pool is not None
@@ -100,6 +114,7 @@ class Outcome:
                 spared=found.server.record.cookie if not found.killed and _to_blame(incident) else None,
             )
             self._item.config.hook.pytest_gpuserve_incident(server=found.server, incident=incident)
+            fill(self._state, str(where) if where else None)
         if found.killed:
             ledger.hung(spec)
             self._pool.strike(slot, f"it hung in {self._item.nodeid}{_where(found)}")

@@ -25,17 +25,22 @@ from ..server.paths import session_directory
 from ..server.reaper import sweep_dead_sessions
 from ..server.record import processes
 from ..spec import ServerSpec
+from .bundles import fill
 from .evidence import SESSION_ALARM, TEST_ALARM, Evidence
 from .fences import answers
 from .leasing import Leasing
 from .live import Live
 from .options import Settings, alarm_limit, incident_limit
 from .resolve import Wanted, as_layer, build, resolve
+from .session_results import begin as begin_results
 from .state import ERROR, PROBLEM, WANTED, State
 from .watching import Watching
 
 if TYPE_CHECKING:
     from ..server.handle import Server
+
+END = "end"
+"""Reason of the bundle that --gpuserve-retain=always takes of a server that is about to be stopped."""
 
 
 @dataclass(eq=False, slots=True)
@@ -256,6 +261,7 @@ class Pool:
         if limits.session_deadline is not None:
             budget = max(1.0, min(budget, limits.session_deadline - time.time()))
         self._watching.begin()
+        begin_results(state.config)
         state.ledger.starting(spec)
         live, server = Live(state, item), None
         try:
@@ -279,6 +285,7 @@ class Pool:
                 state.ledger.not_started(spec)
                 raise
             state.ledger.start_failed(spec, error, item.nodeid if item is not None else None)
+            fill(state, error.incident)
             reason = f"it did not start ({error.verdict}{f', {error.incident}' if error.incident else ''})"
             self._strikes.setdefault(spec.key, []).append(reason)
             raise
@@ -299,7 +306,7 @@ class Pool:
 
     def _incident(self, directory: Path, reason: str, test: str | None, after: float | None = None) -> list[str]:
         settings = self._state.settings
-        limit, rounds = incident_limit(settings.dump_timeout), 1 if reason == EXITED else None
+        limit, rounds = incident_limit(settings.dump_timeout), 1 if reason in (EXITED, END) else None
         return command(
             directory,
             settings.artifacts,
@@ -309,6 +316,7 @@ class Pool:
             soft=settings.soft,
             limit=limit,
             rounds=rounds,
+            keep=settings.keep,
         )
 
     def _arm(self, slot: Slot, name: str, deadline: float, test: str | None, after: float | None) -> None:
@@ -379,6 +387,8 @@ class Pool:
             id(slot): {found.pid for found in processes(slot.server.record)} for slot in slots if slot.lease.devices
         }
         for slot in slots:
+            if self._state.settings.retain == "always" and slot.server.exit_code() is None:
+                slot.evidence.quietly(slot.server.dump, END)
             slot.evidence.quietly(slot.server.control.stop, slot.limits.grace)
         leaks = []
         for slot in slots:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import os
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -21,15 +22,16 @@ _PACKAGE = Path(__file__).parents[1]
 class Results:
     """Joins the three reports of a test into one line; a rerun's earlier attempts do not count."""
 
-    def __init__(self, path: Path) -> None:
-        self._file = path.open("a", encoding="utf-8", errors="backslashreplace")
+    def __init__(self, put: Callable[[dict[str, Any]], None], end: Callable[[], None]) -> None:
+        self._put_line, self._end_of_lines = put, end
         self._tests: dict[str, dict[str, Any]] = {}
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome not in ("passed", "failed", "skipped"):  # "rerun": another attempt follows
             self._tests.pop(report.nodeid, None)
             return
-        entry = self._tests.setdefault(report.nodeid, {"nodeid": report.nodeid, "outcome": "passed"})
+        entry = self._tests.setdefault(report.nodeid, {"nodeid": report.nodeid, "outcome": "passed", "seconds": 0.0})
+        entry["seconds"] = round(entry["seconds"] + report.duration, 3)
         if report.failed and entry["outcome"] != "failed":
             entry |= {"outcome": "failed", "reason": _reason(report), "error": _error(report)}
         elif report.skipped and entry["outcome"] == "passed":
@@ -51,13 +53,12 @@ class Results:
         for entry in self._tests.values():  # whose teardown was never reported: a worker crashed
             self._write(entry)
         self._tests.clear()
-        self._file.close()
+        self._end_of_lines()
 
     def _write(self, entry: dict[str, Any]) -> None:
         if entry["outcome"] == "failed" and (roots := _roots(entry.get("incident"))):
             entry["roots"] = roots
-        self._file.write(json.dumps(entry) + "\n")
-        self._file.flush()
+        self._put_line(entry)
 
 
 def register(config: pytest.Config) -> None:
@@ -65,7 +66,13 @@ def register(config: pytest.Config) -> None:
     path = os.environ.get(VARIABLE)
     if path and not hasattr(config, "workerinput") and os.environ.get(f"{VARIABLE}_OWNER", path) == path:
         os.environ[f"{VARIABLE}_OWNER"] = str(os.getpid())  # a pytest that a test starts must not report as well
-        config.pluginmanager.register(Results(Path(path)), "gpuserve-results")
+        file = Path(path).open("a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 (until the session ends)
+
+        def put(entry: dict[str, Any]) -> None:
+            file.write(json.dumps(entry) + "\n")
+            file.flush()
+
+        config.pluginmanager.register(Results(put, file.close), "gpuserve-results")
 
 
 def _ours(report: pytest.TestReport) -> bool:

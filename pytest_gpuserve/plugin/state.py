@@ -109,6 +109,10 @@ class State:
         """These tests will be run, in this order."""
         self.planned = items
         self.pending = Counter(item.stash[WANTED].key for item in items if WANTED in item.stash)
+        if self.settings.action == "run" and not self.distributes and any(map(uses_pool, items)):
+            from .session_results import follow
+
+            follow(self.config, self)
 
     def test_begins(self, item: pytest.Item, nextitem: pytest.Item | None) -> None:
         """The first attempt of a test is about to be set up."""

@@ -38,6 +38,10 @@ def summary(reporter: pytest.TerminalReporter, state: State) -> None:
         _plan(reporter, state)
     else:
         _servers(reporter, state.ledger, state)
+        if os.environ.get("GITHUB_ACTIONS") == "true":
+            from .github import report
+
+            report(reporter, state.ledger.incidents)
 
 
 def _servers(reporter: pytest.TerminalReporter, ledger: Ledger, state: State) -> None:

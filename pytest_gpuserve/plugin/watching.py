@@ -44,7 +44,9 @@ class Watching:
 def configuration(settings: Settings) -> Mapping[str, Any]:
     """What :func:`pytest_gpuserve.watch.watcher.start` takes."""
     limit = incident_limit(settings.dump_timeout)
-    argv = command(Path("{server}"), settings.artifacts, "{reason}", soft=settings.soft, limit=limit)
+    argv = command(
+        Path("{server}"), settings.artifacts, "{reason}", soft=settings.soft, limit=limit, keep=settings.keep
+    )
     window = settings.stall_timeout
     return {
         "incident": [*argv, "--after", "{after}"],

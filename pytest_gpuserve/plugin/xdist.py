@@ -39,8 +39,20 @@ class Controller:
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """A worker died in a test (pytest-timeout's thread method ends the process): say where the stacks are."""
         from ..text import escape
+        from .html_report import attach
+        from .session_results import open_log
 
-        for incident in self._incidents(crashitem):
+        found = list(self._incidents(crashitem))
+        artifacts = self._state.settings.artifacts
+        begun = artifacts is not None and (artifacts / "results.jsonl").exists()
+        if begun and (log := open_log(self._state)) is not None:  # the worker can tell of this test no more
+            last = {name: found[-1].get(name) for name in ("verdict", "phase", "incident")} if found else {}
+            log.put({"nodeid": crashitem, "outcome": "failed", "reason": str(report.longrepr)[:1000], **last})
+            log.close()
+        attach(
+            self._state.config, report, [str(incident["incident"]) for incident in found if incident.get("incident")]
+        )
+        for incident in found:
             text, where = str(incident.get("text") or ""), str(incident.get("incident") or "")
             told = text if Path(where).name in text else f"{text}\ndumps: {where}"
             report.sections.append(("gpuserve", escape(told)))

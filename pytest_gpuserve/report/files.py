@@ -177,16 +177,25 @@ def open_stores(server: Path, artifacts: Path | None, name: str, redactor: Redac
     if artifacts is None:
         return Stores(raw, None, None)
     try:
-        made = not artifacts.exists()
-        artifacts.mkdir(parents=True, exist_ok=True)
-        if made or not any(artifacts.iterdir()):
-            Store(artifacts, None, 0o644).write(MARKER, "gpuserve\n")
+        make_artifacts(artifacts)
         draft = f".{raw.path.name}.{os.getpid()}.new"
         shared = Store(_new_directory(artifacts, draft, 0o755), redactor, 0o644)
         shared.write(MARKER, "gpuserve\n")
     except OSError as error:
         return Stores(raw, None, f"{artifacts} cannot be written: {error.strerror}")
     return Stores(raw, shared, None, artifacts / raw.path.name)
+
+
+def make_artifacts(path: Path) -> None:
+    """The artifacts directory, marked as ours when it is new or empty.
+
+    Raises:
+        OSError: it cannot be made.
+    """
+    made = not path.exists()
+    path.mkdir(parents=True, exist_ok=True)
+    if made or not any(path.iterdir()):
+        Store(path, None, 0o644).write(MARKER, "gpuserve\n")
 
 
 def incident_name(spec_id: str, reason: str, now: float | None = None) -> str:
