@@ -25,7 +25,8 @@ def advice(case: Case, finding: Finding) -> list[str]:
         return [finding.advice]
     if finding.signature:
         everyone = finding.layer != "desync" and not finding.culprits
-        return [(everyone and finding.signature.together) or finding.signature.advice]
+        if text := (everyone and finding.signature.together) or finding.signature.advice:
+            return [text]
     if finding.verdict in ("ready", "slow", "degraded"):
         return []
     if lock and lock.holder_label in case.merged.by_label:
@@ -51,6 +52,6 @@ def _at(case: Case, members: list[Member]) -> str:
 
 def _nobody(case: Case) -> list[str]:
     """Nobody stands out."""
-    if case.evidence.answers is False or case.serving:
+    if case.phase in ("ready", "serving"):
         return ["Follow one request through the processes: front end, scheduler, ranks, detokenizer."]
     return ["Look at what the ranks share: the driver, the network, a barrier that somebody outside never reached."]

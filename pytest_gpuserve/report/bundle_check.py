@@ -64,7 +64,7 @@ def check(bundle: Bundle) -> Check:
     if known != SCHEMA:
         torn.append((NAME, f"its schema is {known[:80]}: made by another version; this one reads {SCHEMA}"))
     missing = list(_missing(bundle, listed, left_out))
-    missing += _ranks(bundle, incident, complete)
+    missing += _ranks(bundle, incident, left_out, complete)
     return Check(
         complete=complete,
         missing=tuple(missing),
@@ -86,7 +86,9 @@ def _missing(bundle: Bundle, listed: dict[str, Any], left_out: dict[str, Any]) -
             yield name, "listed in bundle.json"
 
 
-def _ranks(bundle: Bundle, incident: dict[str, Any], complete: bool) -> Iterator[tuple[str, str]]:
+def _ranks(
+    bundle: Bundle, incident: dict[str, Any], left_out: dict[str, Any], complete: bool
+) -> Iterator[tuple[str, str]]:
     """Every process without stacks, and why: there is a line for each rank."""
     names = bundle.stacks()
     found = {name.removeprefix("stacks/").partition(".")[0] for name in names}
@@ -102,7 +104,7 @@ def _ranks(bundle: Bundle, incident: dict[str, Any], complete: bool) -> Iterator
     for label in map(str, gone if isinstance(gone, list) else ()):
         if label not in ranks:
             yield f"stacks of {label}", "it was gone when they were taken"
-    if not ranks and not names:
+    if not ranks and not names and "stacks/" not in left_out:
         yield "stacks/", "no stacks of any process were taken"
 
 

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from .bundle_reader import Bundle
 from .markdown import block, code, plain
-from .pages import REASONS, number, pairs, sections
+from .pages import REASONS, mapping, number, pairs, sections, strings
 from .repro import environment, script
 
 MOST: Final = 60_000
@@ -32,7 +33,19 @@ def issue(bundle: Bundle) -> str:
         text = _issue(bundle, most)
         if len(text) <= MOST:
             break
-    return text if len(text) <= MOST else text[: MOST - 40].rpartition("\n")[0] + "\n\n(cut here)\n"
+    return text if len(text) <= MOST else _short(text)
+
+
+def _short(text: str) -> str:
+    """Cut at the end of a line, and of what is open there."""
+    kept = text[: MOST - 60].rpartition("\n")[0]
+    fence = ""
+    for line in kept.split("\n"):
+        if not fence and (opened := re.fullmatch(r"(`{3,})[a-z]+", line)):
+            fence = opened[1]
+        elif line == fence:
+            fence = ""
+    return "\n".join([kept, *([fence] if fence else []), "", "(cut here)", ""])
 
 
 def _issue(bundle: Bundle, most: int) -> str:
@@ -54,7 +67,7 @@ def _issue(bundle: Bundle, most: int) -> str:
 def _title(incident: Mapping[str, Any], versions: Mapping[str, Any]) -> str:
     """``hang in cuda_graph, TP3 (sglang 0.5.6, tp=8, eagle3)``."""
     phase = f" in {plain(incident['phase'])}" if incident.get("phase") else ""
-    culprits = [str(label) for label in incident.get("culprits") or ()]
+    culprits = strings(incident.get("culprits"))
     who = f", {plain(', '.join(culprits[:4]))}" if culprits else ""
     return f"{plain(incident.get('verdict'))}{phase}{who} ({_engine(incident, versions)}, {plain(incident.get('id'))})"
 
@@ -85,15 +98,15 @@ def _bug(incident: Mapping[str, Any], most: int) -> list[str]:
 def _table(incident: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "verdict", str(incident.get("verdict"))
     yield "phase", str(incident.get("phase") or "unknown")
-    culprits = [str(label) for label in incident.get("culprits") or ()]
+    culprits = strings(incident.get("culprits"))
     yield "rank", ", ".join(culprits) or "none stands out"
-    if missing := [str(label) for label in incident.get("missing") or ()]:
+    if missing := strings(incident.get("missing")):
         yield "not there", ", ".join(missing)
     if cause := incident.get("cause"):
         yield "cause", str(cause)
     if advice := incident.get("advice"):
         yield "what helps", str(advice)
-    if known := [str(url) for url in incident.get("known") or ()]:
+    if known := strings(incident.get("known")):
         yield "seen before", " ".join(known[:4])
     reason = str(incident.get("reason"))
     yield "noticed because", REASONS.get(reason, reason)
@@ -102,13 +115,9 @@ def _table(incident: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
 
 
 def _environment(engine: str, versions: Mapping[str, Any], server: Mapping[str, Any], most: int) -> list[str]:
-    machine = versions.get("machine")
-    machine = machine if isinstance(machine, Mapping) else {}
-    torch = versions.get("torch")
-    torch = torch if isinstance(torch, Mapping) else {}
+    machine, torch = mapping(versions.get("machine")), mapping(versions.get("torch"))
     lines = [f"{name} {version}" for name, version in sorted(_packages(versions).items(), key=lambda p: p[0] != engine)]
-    commits = versions.get("commits")
-    lines += [f"{name} from commit {c}" for name, c in (commits.items() if isinstance(commits, Mapping) else ())]
+    lines += [f"{name} from commit {commit}" for name, commit in mapping(versions.get("commits")).items()]
     rows = (
         ("Python", versions.get("python")),
         ("CUDA of torch", torch.get("cuda")),
@@ -125,8 +134,7 @@ def _environment(engine: str, versions: Mapping[str, Any], server: Mapping[str, 
     lines += [f"{name}={value}" for name, value in environment(server).items()]
     if topology := versions.get("topology"):
         lines += ["", *str(topology).splitlines()[:80]]
-    problems = versions.get("problems")
-    lines += [f"not known: {problem}" for problem in (problems if isinstance(problems, list) else ())]
+    lines += [f"not known: {problem}" for problem in strings(versions.get("problems"))]
     return code(_cut([line for entry in lines for line in block(entry, 300) or [""]], max(most, 40)))
 
 
@@ -143,8 +151,7 @@ def _gpus(entries: Any) -> list[str]:
 
 
 def _packages(versions: Mapping[str, Any]) -> dict[str, str]:
-    found = versions.get("packages")
-    return {str(name): str(version) for name, version in found.items()} if isinstance(found, Mapping) else {}
+    return {str(name): str(version) for name, version in mapping(versions.get("packages")).items()}
 
 
 def _cut(lines: list[str], most: int) -> list[str]:

@@ -6,8 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
-from ..text import escape
-from .markdown import block, code, inline, plain
+from .markdown import block, code, plain
 
 REASONS: Final = {
     "startup_budget": "the start-up budget was over",
@@ -30,7 +29,7 @@ def verdict_page(incident: Mapping[str, Any]) -> str:
     lines = [
         f"# {plain(incident.get('verdict'))}: {spec_id}",
         "",
-        inline(escape(str(incident.get("text", "")))),
+        plain(incident.get("text", "")),
         "",
         f"{reason}{test}, {moment(incident)}; {fate}: {plain(incident.get('why') or 'it is not known yet why')}. "
         f"Confidence {number(incident.get('confidence')):.2f}.",
@@ -42,15 +41,14 @@ def verdict_page(incident: Mapping[str, Any]) -> str:
         lines += ["## What it is not", "", *(f"- {plain(c)}: {plain(by)}" for c, by in ruled_out), ""]
     for title, body in sections(incident):
         lines += [f"## {plain(title)}", "", *code(body), ""]
-    command = block(" ".join(map(str, incident.get("argv") or ())), 100_000)
+    command = block(" ".join(strings(incident.get("argv"))), 100_000)
     lines += ["## Command", "", *code(command), ""]
     return "\n".join(lines)
 
 
 def sections(incident: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     """The blocks of lines that the incident kept: phases, stacks, log, machine ..."""
-    found = incident.get("sections")
-    for title, body in found.items() if isinstance(found, Mapping) else ():
+    for title, body in mapping(incident.get("sections")).items():
         if isinstance(body, list) and body:
             yield str(title), [line for entry in body for line in block(entry, 1200) or [""]]
 
@@ -59,6 +57,16 @@ def pairs(entries: Any, first: str, second: str) -> list[tuple[str, str]]:
     """Of a list of objects, two of their keys."""
     found = entries if isinstance(entries, list) else []
     return [(str(e.get(first)), str(e.get(second))) for e in found if isinstance(e, Mapping)]
+
+
+def strings(value: Any) -> list[str]:
+    """The entries of a list as text; of anything else none."""
+    return [str(entry) for entry in value] if isinstance(value, list) else []
+
+
+def mapping(value: Any) -> Mapping[str, Any]:
+    """An object; of anything else an empty one."""
+    return value if isinstance(value, dict) else {}
 
 
 def moment(incident: Mapping[str, Any]) -> str:
@@ -71,4 +79,7 @@ def moment(incident: Mapping[str, Any]) -> str:
 
 def number(value: Any) -> float:
     """Zero for what is none."""
-    return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
+    try:
+        return float(value) if isinstance(value, (int, float)) and not isinstance(value, bool) else 0.0
+    except OverflowError:
+        return 0.0

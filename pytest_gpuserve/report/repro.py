@@ -9,6 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..text import one_line
+from .pages import mapping, strings
 
 SCHEMA: Final = "gpuserve.launch/1"
 """Schema of a bundle's server.json."""
@@ -36,7 +37,7 @@ def script(server: Mapping[str, Any], incident: Mapping[str, Any]) -> str:
     lines.append("set -eu")
     for name, value in environment(server).items():
         lines.append(f"export {name}={word(value)}")
-    argv = [str(part) for part in server.get("argv") or ()]
+    argv = strings(server.get("argv"))
     command = " \\\n    ".join(_grouped(argv)) or "false # the command line is not known"
     if incident.get("phase") in _SERVING and isinstance(server.get("request"), Mapping):
         lines += ["", f"{command} &", "server=$!", "trap 'kill $server' EXIT", "", *_request(server)]
@@ -47,11 +48,9 @@ def script(server: Mapping[str, Any], incident: Mapping[str, Any]) -> str:
 
 def environment(server: Mapping[str, Any]) -> dict[str, str]:
     """The variables that are worth setting again."""
-    found = server.get("environment")
-    pairs = found.items() if isinstance(found, Mapping) else ()
     return {
         name: str(value)
-        for name, value in pairs
+        for name, value in mapping(server.get("environment")).items()
         if re.fullmatch(r"[A-Za-z_][A-Za-z0-9_]*", name) and not _OF_THE_PLACE.fullmatch(name)
     }
 

@@ -85,6 +85,8 @@ class Surroundings:
         log = self._record.log
         if complete and not any(name in self._stores.raw.files for name in ("log.txt", "log_head.txt")):
             self.left_out["log.txt"] = f"{log.name} could not be read"
+        if complete and not any(name.startswith("stacks/") for name in self._stores.raw.files):
+            self.left_out["stacks/"] = "nothing of the server was left"
         self._stores.each(
             lambda store: store.write_json(
                 bundle.NAME, bundle.manifest(store, complete=complete, left_out=self.left_out)

@@ -46,7 +46,7 @@ class TestHealthy:
     def test_fails(self, server):
         assert ask(server) == "five"
 
-@pytest.mark.gpuserve(engine="sim", tp=1, startup_timeout=3, args={"fault": "sleep@weight_load"})
+@pytest.mark.gpuserve(engine="sim", tp=1, startup_timeout=3, args={"fault": "stop@weight_load"})
 def test_hang(server):
     ask(server)
 
@@ -60,13 +60,18 @@ def run(new_project: Any, tmp_path_factory: pytest.TempPathFactory) -> Any:
     """One run under pytest-xdist, as on GitHub, with everything switched on."""
     project = new_project()
     project.write(conftest=CONFTEST, test_it=TESTS)
+    for day in range(1, 7):
+        old = project.path / "gpuserve-artifacts" / f"2025010{day}T000000-sim-tp1-manual"
+        old.mkdir(parents=True)
+        (old / ".gpuserve").write_text("gpuserve\n")
+        os.utime(old, (1e9, 1e9))
     summary = tmp_path_factory.mktemp("github") / "summary.md"
     github_environment = {"GITHUB_ACTIONS": "true", "GITHUB_STEP_SUMMARY": str(summary), "MY_API_KEY": SECRET}
     os.environ.update(github_environment)
     try:
         result = project.run(
             "-n1", "-p", "no:randomly", "--junitxml=junit.xml", "--html=report.html", "--gpuserve-retain=always",
-            "--gpuserve-dump-timeout=12",
+            "--gpuserve-dump-timeout=12", "--gpuserve-keep-incidents=5",
             timeout=200,
         )  # fmt: skip
     finally:
@@ -104,8 +109,8 @@ def test_results_are_there_as_the_tests_end(run: Any) -> None:
 def test_the_incident_has_the_session_so_far(run: Any) -> None:
     project, _, _ = run
     text = (incident_of(project, "startup_budget") / "results.jsonl").read_text()
-    assert "test_before" in text
-    assert json.loads(text.splitlines()[-1])["outcome"] == "running"
+    last = json.loads(text.splitlines()[-1])
+    assert (last["nodeid"], last["outcome"]) == ("test_it.py::test_hang", "running")
 
 
 def test_what_others_add_is_redacted_and_listed(run: Any) -> None:
@@ -133,6 +138,14 @@ def test_a_seeded_secret_is_nowhere(run: Any) -> None:
     for file in [*project.path.rglob("gpuserve-artifacts/**/*"), summary]:
         if file.is_file():
             assert SECRET not in file.read_text(errors="replace"), file
+
+
+def test_only_so_many_incidents_stay(run: Any) -> None:
+    project, _, _ = run
+    found = sorted(path.name for path in project.path.glob("gpuserve-artifacts/*") if path.is_dir())
+    assert len(found) == 5
+    assert "20250106T000000-sim-tp1-manual" in found
+    assert "20250101T000000-sim-tp1-manual" not in found
 
 
 def test_a_healthy_server_leaves_a_bundle_where_all_are_retained(run: Any) -> None:
@@ -202,18 +215,3 @@ def test_a_killed_pytest_leaves_its_results_and_says_in_which_test(project: Any)
     last = {line["nodeid"].rpartition("::")[2]: line["outcome"] for line in lines}
     assert last == {"test_one": "passed", "test_stays": "running"}
     project.assert_nothing_left()
-
-
-def test_only_so_many_incidents_stay(project: Any) -> None:
-    artifacts = project.path / "gpuserve-artifacts"
-    for n in range(1, 5):
-        old = artifacts / f"2025010{n}T000000-sim-tp1-manual"
-        old.mkdir(parents=True)
-        (old / ".gpuserve").write_text("gpuserve\n")
-        os.utime(old, (1e9, 1e9))
-    project.write(test_it=TESTS.replace("assert ask(server)\n", "server.dump()\n", 1))
-    result = project.run("-k", "one", "--gpuserve-keep-incidents=2", "--gpuserve-dump-timeout=10")
-    result.assert_outcomes(passed=1, deselected=4)
-    found = sorted(path.name for path in artifacts.iterdir() if path.is_dir())
-    assert len(found) == 2
-    assert found[0] == "20250104T000000-sim-tp1-manual"
