@@ -94,6 +94,7 @@ class Taking:
         self._problems: list[str] = []
         self._lock = threading.Lock()
         self._done = False
+        self._decided = False  # the verdict is there; what comes after it is for the bundle
         self._last: tuple[Incident, Merged, Judgement] | None = None
 
     def run(self) -> Incident:
@@ -137,9 +138,14 @@ class Taking:
         self._problems += [f"{what}: {later.problem}" for what, later in late if later.problem]
         self._native(merged)
         self._write_timeline()
-        self._around.finish(told.line, scene.gpus, max(0.5, min(3.0, self._left() - 2)))
         self._last_witness(merged)
         taken = self._conclude(complete=True)
+        self._around.finish(told.line, scene.gpus, max(0.5, min(3.0, self._left() - 1.5)))
+        with self._lock:
+            if not self._done:
+                self._around.render()
+                self._around.manifest(complete=True)
+            self._done = True
         if self._artifacts is not None and self._request.keep and self._left() > 0:
             prune(self._artifacts, self._request.keep, spare=taken.path)
         return taken
@@ -169,7 +175,7 @@ class Taking:
             if self._done or self._leave is None:
                 return
             self._done = True
-            self._leave(self._out_of_time())
+            self._leave(self._last[0].decision.exit_code if self._decided and self._last else self._out_of_time())
         finally:
             if held:
                 self._lock.release()
@@ -294,9 +300,9 @@ class Taking:
             taken = Incident(self._stores.path, self._stores.raw.path, judgement.verdict, text, decision)
             self._last = taken, merged, judgement
             self._stores.write_json("evidence.json", evidence_json.to_json(evidence))
-            self._around.render()
-            self._around.manifest(complete=complete)
-            self._done = complete
+            self._decided = complete
+            if not complete:
+                self._around.render()
             return taken
 
     def _witnesses(self, merged: Merged, judgement: Judgement) -> Witnesses:
