@@ -20,9 +20,9 @@ from ..isolation.deltas import Command, environment, split
 from ..report.incident import command as incident_command
 from ..server.control import Control
 from ..server.handle import Server
-from ..server.lifecycle import EXITED, Limits, start
+from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory, state_root
-from ..server.readiness import exit_text, settle
+from ..server.readiness import EXITED, exit_text, settle
 from ..server.reaper import sweep_dead_sessions
 from ..server.record import ServerRecord
 from ..spec import ServerSpec

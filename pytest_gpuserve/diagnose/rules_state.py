@@ -81,8 +81,9 @@ def _fatal(case: Case) -> Finding | None:
         set(case.evidence.expected) if case.evidence.server_exit is not None else set()
     )  # nobody is left to be seen
     culprits = (fact.rank,) if fact.rank and fact.rank in known else ()
+    what = f"{fact.rank}: {fact.claim}" if fact.rank and fact.rank not in fact.claim else fact.claim
     return Finding(
-        fact.verdict or "crash", fact.claim, culprits=culprits, facts=((fact.claim, fact.witness),), confidence=0.9
+        fact.verdict or "crash", what, culprits=culprits, facts=((fact.claim, fact.witness),), confidence=0.9
     )
 
 

@@ -8,8 +8,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from ..errors import GpuserveError
-from ..server.lifecycle import EXITED
-from ..server.readiness import settle
+from ..server.readiness import EXITED, settle
 
 if TYPE_CHECKING:
     from ..server.handle import Server
@@ -78,7 +77,8 @@ class Evidence:
         incidents = self._server.incidents()[self._incidents :]
         self._events += len(events)
         self._incidents += len(incidents)
-        fired = tuple(str(event.data["name"]) for event in events if event.kind == "fired")
+        names = (str(event.data["name"]) for event in events if event.kind == "fired")
+        fired = tuple(name for name in names if name != EXITED)  # an end is no alarm of the test's
         killed = any(event.kind == "killing" and event.data.get("why") == "alarm" for event in events)
         end = next((event for event in events if event.kind in _END), None)
         code = int(end.data["code"]) if end is not None and end.kind == "exited" else None

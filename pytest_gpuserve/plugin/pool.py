@@ -20,8 +20,9 @@ from ..engines import get_engine, uses_gpus
 from ..errors import GpuserveError, ServerError, ServerStartError, SpecError
 from ..report.incident import command
 from ..server.leases import Evictor, Lease, waiting
-from ..server.lifecycle import EXITED, Limits, start
+from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
+from ..server.readiness import EXITED
 from ..server.reaper import sweep_dead_sessions
 from ..server.record import processes
 from ..spec import ServerSpec

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import subprocess
+import threading
 import time
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import nullcontext, suppress
@@ -18,7 +19,7 @@ from .control import Control, Event, SupervisorGoneError
 from .inflight import Requests
 from .ports import Port
 from .prometheus import Sample, parse_metrics
-from .readiness import exit_text, incidents, log_tail, lost_supervisor, settle, shown_tail
+from .readiness import EXITED, exit_text, incidents, log_tail, lost_supervisor, settle, shown_tail, why_it_exited
 from .record import ServerRecord, processes
 
 if TYPE_CHECKING:
@@ -105,6 +106,7 @@ class Server:
         self._session_pid = 0
         self._stopped = False
         self._spared_at = float("-inf")
+        self._post_mortem, self._asked_why = threading.Lock(), False
         self._requests = Requests(record.directory)
 
     def __repr__(self) -> str:
@@ -188,15 +190,23 @@ class Server:
                 return self._hung(str(why.get("name")))
             return ServerExitedError(f"server {self.spec.id} was stopped ({why['why']}).", verdict="undecided")
         if end == "exited":
-            code = int(found["exited"].data["code"])
-            return ServerExitedError(
-                f"server {self.spec.id} {exit_text(code)}. {shown_tail(self.log_path)}", verdict="crash"
-            )
+            return self._exited(int(found["exited"].data["code"]))
         if not alive and not self._stopped:
             return ServerExitedError(
                 f"server {self.spec.id} {lost_supervisor(self.record, self.control)}", verdict="infra"
             )
         return None
+
+    def _exited(self, code: int) -> ServerExitedError:
+        """It ended by itself. The first who asks takes the incident: what died, and why."""
+        with self._post_mortem:
+            if not self._asked_why:
+                self._asked_why = True
+                with suppress(ServerError, OSError):
+                    self.dump(EXITED)
+        why = why_it_exited(self.record)
+        text = f"server {self.spec.id} {exit_text(code)}. {why.text.strip()}"
+        return ServerExitedError(text, verdict=why.verdict, incident=why.incident)
 
     def _hung(self, name: str) -> ServerHungError:
         found = self.incidents()

@@ -31,7 +31,7 @@ from . import ports
 from .control import Control, sweep_cookie
 from .handle import Server
 from .paths import server_directory
-from .readiness import Waiting, shown_tail, wait
+from .readiness import EXITED, Waiting, shown_tail, wait
 from .record import ServerRecord, boot_id
 from .witness_env import witness_environment
 
@@ -39,8 +39,6 @@ Incident = Callable[[Path, str], list[str]]
 """(directory of the server, reason) -> argv that takes the incident; [] takes none."""
 
 STARTUP_ALARM = "startup_budget"
-EXITED = "exited"
-"""Reason of the incident of a server that ended by itself."""
 READY = "ready"
 """File in a server's directory: its start-up is over. Before that, an idle server is one that hangs."""
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")

@@ -22,6 +22,9 @@ from . import ports
 from .control import Control, Event, SupervisorGoneError, sweep_cookie
 from .record import ServerRecord, processes
 
+EXITED = "exited"
+"""Reason of the incident of a server that ended by itself."""
+
 TAIL_BYTES = 64 << 10
 """What is ever read of a log from its end, whatever its size or the length of its lines."""
 
@@ -76,6 +79,26 @@ def incidents(directory: Path) -> list[dict[str, Any]]:
                 if isinstance(entry, dict):
                     found.append(entry)
     return found
+
+
+@dataclass(frozen=True, slots=True)
+class Why:
+    """Of a server that exited by itself: the verdict and cause of its last incident, and the end of its log."""
+
+    text: str
+    verdict: str = "crash"
+    incident: str | None = None
+
+
+def why_it_exited(record: ServerRecord) -> Why:
+    """What is known; without an incident, the end of the log alone."""
+    tail = shown_tail(record.log)
+    found = [entry for entry in incidents(record.directory) if entry.get("reason") == EXITED]
+    if not found:
+        return Why(tail)
+    said, directory, verdict = str(found[-1].get("text") or ""), found[-1].get("incident"), found[-1].get("verdict")
+    text = f"{said.splitlines()[0] if said else ''} {tail}\nEvidence: {directory}"
+    return Why(text, str(verdict) if verdict in _EXITS else "crash", directory)
 
 
 def settle(control: Control, since: int, limit: float) -> None:
@@ -254,15 +277,11 @@ class _Wait:
 
     def _exited(self, what: str) -> ServerStartError:
         """It exited by itself: the incident may know which rank died first, and why."""
-        text, verdict, directory = shown_tail(self._record.log), "crash", None
         after = time.monotonic() - self._begun
         with suppress(GpuserveError, OSError):
             self._w.post_mortem()
-        if found := incidents(self._record.directory):
-            said, directory = str(found[-1].get("text") or ""), found[-1].get("incident")
-            verdict = str(found[-1].get("verdict") or verdict)
-            text = f"{said.splitlines()[0] if said else ''} {text}\nEvidence: {directory}"
-        return self._error(what, verdict if verdict in _EXITS else "crash", text, directory, after)
+        why = why_it_exited(self._record)
+        return self._error(what, why.verdict, why.text, why.incident, after)
 
     def _ended_by_alarm(self, alarm: str) -> None:
         """The start-up budget is over, or the watcher saw no progress: the incident says what is wrong."""

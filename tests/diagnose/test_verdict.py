@@ -222,6 +222,7 @@ def test_the_first_error_in_the_log_beats_the_exit_code(dumps):
     fact = LogFact("no kernel image is available for sm_120", "log line 88", "unsupported_arch", "TP1")
     found = hung(dumps.same(2, dumps.COLLECTIVE)[:1], number=2, exits={"TP1": 1}, log=(fact,))
     assert (found.verdict, found.culprits) == ("unsupported_arch", ("TP1",))
+    assert "TP1: no kernel image is available for sm_120" in found.text
     assert ("no kernel image is available for sm_120", "log line 88") in found.facts
 
 

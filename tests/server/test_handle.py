@@ -134,6 +134,18 @@ def test_an_exit_under_a_request(serve: Any) -> None:
     assert server.exit_code() == 7
 
 
+def test_the_incident_of_an_exit_gives_its_error_the_cause(serve: Any, incidents: Incidents) -> None:
+    incidents.code, incidents.verdict = 75, "oom"
+    server = serve("say=last words", incident=incidents)
+    for _ in range(2):
+        with pytest.raises(ServerExitedError, match="exited with code 7") as caught:
+            server.get("/die")
+        assert caught.value.verdict == "oom"
+        assert "exited with code 7. TP3 waits Last lines of" in str(caught.value)
+        assert caught.value.incident == "/evidence"
+    assert incidents.reasons.count("exited") == 1, "once, however many requests find out"
+
+
 def test_a_broken_connection_of_a_live_server_stays_what_it_is(serve: Any) -> None:
     server = serve()
     with pytest.raises(requests.ConnectionError):
