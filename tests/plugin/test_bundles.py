@@ -181,7 +181,7 @@ def test_github_gets_an_annotation_and_a_summary(run: Any) -> None:
     assert rows[4].startswith("| hang | sim-tp1 | test_it.py::test_hang | hang in weight_load")
 
 
-HOSTILE = "x\r\n::error::owned\n50% <script>|` ##[group]\x1b[2J\u202e"
+HOSTILE = "x,line=1\r\n::error::owned\n50% <script>|` ##[group]\x1b[2J\u202e"
 
 
 def test_hostile_text_is_no_command_of_githubs(tmp_path: Path) -> None:
