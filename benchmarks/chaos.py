@@ -42,6 +42,7 @@ from pytest_gpuserve.server.record import ServerRecord, load, processes
 TAG = "GPUSERVE_CHAOS_RUN"
 GRACE = 1.0
 KINDS = ("pytest", "worker", "supervisor", "watcher", "front end", "rank", "pytest and supervisor")
+WORKERS = 30.0  # seconds in which a worker of xdist must notice that its controller is gone (5 on an idle machine)
 LIMIT = 240.0  # seconds that a run may take after its last kill
 
 SIM = """
@@ -87,6 +88,7 @@ class Figures:
     seconds: list[float] = field(default_factory=list)  # until nothing was left without a sweep
     swept: int = 0  # sessions that needed the next one's sweep
     unnoted: list[str] = field(default_factory=list)  # shared memory, see Run.unnoted
+    late_workers: int = 0  # sessions in which workers of xdist alone, without a server, were left for a while
     decoys: int = 0
     reused: int = 0  # decoys that got the number of a killed process
     left: list[str] = field(default_factory=list)
@@ -101,6 +103,7 @@ class Figures:
             f"gone by itself: median {took[len(took) // 2]:.2f} s, worst {took[-1]:.2f} s (grace {GRACE:g} s)",
             f"sessions that needed the next one's sweep: {self.swept}",
             f"files in /dev/shm made too shortly before a kill to be noted as the server's: {len(self.unnoted)}",
+            f"sessions whose xdist workers, and nothing else, noticed later than that: {self.late_workers}",
             f"decoys: {self.decoys}, of them with the number of a killed process {self.reused}; "
             f"killed: {self.decoys_killed}",
             f"runs that did not end: {self.stuck}",
@@ -296,6 +299,20 @@ def strike(run: Run, kind: str, dice: random.Random, limit: float) -> list[Proce
     return hit
 
 
+def orphans_go(run: Run, figures: Figures) -> bool:
+    """xdist's workers notice after 5 s or more that their controller was killed: no more than that may be left."""
+    begin = time.monotonic()
+    while time.monotonic() - begin < WORKERS:
+        left = run.what_is_left()
+        if not left:
+            figures.late_workers += 1
+            return True
+        if not all(what.endswith("exec(eval(sys.stdin.readline()))") for what in left):
+            return False
+        time.sleep(0.1)
+    return False
+
+
 def session(
     home: Path, dice: random.Random, figures: Figures, decoys: Decoys, options: argparse.Namespace, kinds: list[str]
 ) -> None:
@@ -336,7 +353,7 @@ def session(
         swept = sweep_dead_sessions(30.0)
         print(f"[{figures.sessions}] {swept.text}", flush=True)
         figures.swept += 1
-        if wait(lambda: not run.what_is_left(), 1.0 + options.slack) is None:
+        if wait(lambda: not run.what_is_left(), 1.0 + options.slack) is None and not orphans_go(run, figures):
             figures.left += [f"[{figures.sessions}] {what}" for what in run.what_is_left()]
             print("before the sweep:", *before, "after:", *run.what_is_left(), sep="\n  ", flush=True)
             for pid in run.members():

@@ -17,6 +17,7 @@ if TYPE_CHECKING:
     from pathlib import Path
 
     from ..errors import GpuserveError
+    from ..procfs import ProcessId
     from .ledger import Ledger
     from .pool import Pool
     from .resolve import Wanted
@@ -94,13 +95,16 @@ class State:
         return not self.is_worker and bool(self.config.getoption("tx", None)) and self.config.getoption("dist") != "no"
 
     @property
-    def owners(self) -> tuple[int, ...]:
-        """Pids beside this process whose death must end our servers: the controller's, when it is on this machine."""
-        from ..procfs import ProcessId, same
+    def owners(self) -> tuple[ProcessId, ...]:
+        """Who, beside this process, must not be outlived by our servers: the controller, when it is on this machine.
+
+        A dead one too: a worker that outlives its controller may not start a server that nobody would miss.
+        """
+        from ..procfs import ProcessId
+        from ..server.paths import here
 
         sent = self._sent_by_controller()
-        controller = ProcessId(*sent["controller"]) if sent else None
-        return (controller.pid,) if controller is not None and same(controller) else ()
+        return (ProcessId(*sent["controller"]),) if sent and sent["place"] == here() else ()
 
     def _sent_by_controller(self) -> Mapping[str, Any] | None:
         return getattr(self.config, "workerinput", {}).get("gpuserve")

@@ -24,9 +24,12 @@ class Controller:
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
+        from ..server.paths import here
+
         me = process_id(os.getpid())
         node.workerinput["gpuserve"] = {
             "controller": (me.pid, me.start) if me else (0, 0),
+            "place": here(),
             "session_deadline": self._state.settings.session_deadline,
         }
 

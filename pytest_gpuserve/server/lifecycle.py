@@ -64,7 +64,7 @@ def start(
     capabilities: Sequence[Capability] = (),
     host: str = "127.0.0.1",
     port: int | None = None,
-    owners: Sequence[int] = (),
+    owners: Sequence[ProcessId] = (),
     pass_fds: Sequence[int] = (),
     progress: Callable[[str], None] | None = None,
     tick: Callable[[ServerRecord], None] | None = None,
@@ -77,7 +77,8 @@ def start(
         gpus: become CUDA_VISIBLE_DEVICES; empty: that stays as it is.
         capabilities: compute capabilities of the GPUs that it will have; empty: not known, so nothing is refused.
         port: None: a free one.
-        owners: pids, beside this process, that the server must not outlive (the xdist controller).
+        owners: beside this process, those that the server must not outlive (the xdist controller); with one that is
+            dead already, the server is ended at once.
         pass_fds: descriptors that the supervisor keeps open until nothing of the server is left (GPU leases); the
             server does not get them.
         progress: called with a short text whenever the wait knows something new.
@@ -109,7 +110,7 @@ def start(
         config: dict[str, Any] = {
             "directory": str(record.directory),
             "cookie": record.cookie,
-            "owners": [_identity(pid) for pid in (os.getpid(), *owners)],
+            "owners": [[one.pid, one.start] for one in (record.owner, *owners)],
             "grace": limits.grace,
             "argv": list(launch.argv),
             "env": environment(spec, launch, gpus, record.directory / "markers"),
@@ -216,11 +217,6 @@ def _check_settings(record: ServerRecord, launch: Launch) -> None:
             f"why the engine did not do as told.",
             verdict="config",
         )
-
-
-def _identity(pid: int) -> list[int]:
-    found = procfs.process_id(pid)
-    return [pid, found.start if found else 0]  # a start time that nobody has: the supervisor ends the server at once
 
 
 @dataclass(slots=True)

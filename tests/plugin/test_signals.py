@@ -8,10 +8,18 @@ from __future__ import annotations
 import os
 import signal
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from pytest_gpuserve import procfs
+from pytest_gpuserve.engines import get_engine
+from pytest_gpuserve.errors import ServerStartError
+from pytest_gpuserve.plugin.state import State
+from pytest_gpuserve.procfs import ProcessId
+from pytest_gpuserve.server.lifecycle import Limits, start
+from pytest_gpuserve.server.paths import here, session_directory
+from pytest_gpuserve.spec import ServerSpec
 
 GRACE = 2.0
 MODULE = """
@@ -88,6 +96,28 @@ def test_the_controller(project, running, number):
     process.send_signal(number)
     assert_gone(project, begin)
     project.wait_for(lambda: procfs.process_id(pid) is None or not procfs.stat(pid).alive, "end of the worker")
+
+
+def test_a_controller_that_is_dead_owns_what_a_worker_still_starts(project):
+    """The worker's five seconds are enough for a start; whoever has got the controller's pid by then owns nothing."""
+    controller = ProcessId(os.getpid(), 1)  # the pid lives, and another process had it
+    sent = {"controller": (controller.pid, controller.start), "place": here()}
+    config = SimpleNamespace(workerinput={"gpuserve": sent}, stash={}, getoption=lambda *_: None)
+    state = State.__new__(State)
+    state.config = config
+    assert state.owners == (controller,)
+    sent["place"] = {**here(), "boot": "another machine"}
+    assert state.owners == ()
+    with pytest.raises(ServerStartError, match="a process that owns it is gone"):
+        start(
+            ServerSpec.from_mapping({"engine": "sim", "args": {"load_seconds": 60}}),
+            get_engine("sim"),
+            parent=session_directory(),
+            limits=Limits(startup=60, grace=0.2, dump=5),
+            incident=lambda directory, reason: [],
+            owners=(controller,),
+        )
+    project.assert_nothing_left()
 
 
 def test_a_whole_terminal(project, running):

@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 from pytest_gpuserve.engines import get_engine
+from pytest_gpuserve.procfs import ProcessId, process_id
 from pytest_gpuserve.server.lifecycle import Limits, start
 from pytest_gpuserve.server.paths import session_directory
 from pytest_gpuserve.spec import ServerSpec
@@ -25,7 +26,7 @@ server = start(
     parent=session_directory(),
     limits=Limits(startup=60, grace=config.get("grace", 0.5), dump=config.get("dump", 10)),
     incident=lambda directory, reason: [],
-    owners=config.get("owners", []),
+    owners=[process_id(pid) or ProcessId(pid, 0) for pid in config.get("owners", [])],
 )
 if alarm := config.get("alarm"):
     deadline = time.monotonic() + alarm["after"]
