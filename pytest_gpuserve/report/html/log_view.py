@@ -128,7 +128,14 @@ def _blocks(lines: Sequence[str], grammar: LogGrammar | None, rules: Rules) -> I
         )
 
 
+def _newest(raw: str) -> str:
+    """Of the states of a progress bar, which overwrite each other on a terminal, the last one."""
+    states = [state for state in re.split(r"\\x0d|\r", raw) if state.strip()]
+    return states[-1] if states else raw
+
+
 def _read(number: int, raw: str, grammar: LogGrammar | None, rules: Rules) -> tuple[Line, tuple[str, str] | None]:
+    raw = _newest(raw)
     data = raw.encode(errors="replace")
     line = parse(number, data, grammar)
     shown = raw if len(raw) <= WIDTH else f"{raw[:WIDTH]}… ({len(raw) - WIDTH} more characters)"

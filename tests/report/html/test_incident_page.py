@@ -122,6 +122,13 @@ def test_benign_lines_are_folded_and_ranks_can_be_picked(scene, tmp_path, read):
     assert list(page.all("li", class_="l-E")) == [{"data-r": "TP3", "class": "l-E"}]
 
 
+def test_of_a_progress_bar_the_last_state_is_shown(scene, tmp_path, read):
+    made = scene()
+    made.log = ["before", "\\x0dLoading: 0/4\\x0dLoading: 3/4\\x0dLoading: 4/4", "after"]
+    page = read(write_incident_page(made.write(tmp_path / "incident")))
+    assert page.words("log").endswith("log_tail.txt before Loading: 4/4 after")
+
+
 def test_only_our_style_and_script_are_obeyed(page):
     (policy,) = [a["content"] for a in page.all("meta") if a.get("http-equiv") == "Content-Security-Policy"]
     rules = dict(rule.split(" ", 1) for rule in policy.split("; "))
