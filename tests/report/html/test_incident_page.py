@@ -68,7 +68,8 @@ def test_silence_and_the_incident_are_marked(page):
     assert percent(still[0]["width"]) == pytest.approx(100 * 39 / 60, abs=0.1)
     assert "nothing moved for 39 s" in page.words("timeline")
     quiet = page.all("rect", class_="quiet")
-    assert len([q for q in quiet if "%" in str(q.get("x"))]) == 8
+    begins = [percent(q["x"]) for q in quiet if "%" in str(q.get("x"))]
+    assert begins == pytest.approx([100 * 20 / 60] * 8, abs=0.1)
     assert {line["x1"] for line in page.all("line", class_="now")} >= {"100%"}
 
 
@@ -194,11 +195,15 @@ def test_nothing_is_read_through_links_nor_from_pipes(scene, tmp_path, read):
     directory = made.write(tmp_path / "incident")
     (directory / "log_head.txt").symlink_to(secret)
     os.mkfifo(directory / "log_pipe.txt")
+    pipe = os.open(directory / "log_pipe.txt", os.O_RDWR)
+    os.write(pipe, b"what is in the pipe\n")
     (directory / "stacks" / "TP9.9.json").symlink_to(secret)
     (directory / "timeline.jsonl").unlink()
     (directory / "timeline.jsonl").symlink_to(secret)
     page = read(write_incident_page(directory))
+    os.close(pipe)
     assert "private key" not in page.html
+    assert "in the pipe" not in page.html
     assert "TP3" in page.words("stacks")
 
 
@@ -256,6 +261,19 @@ def test_a_page_stays_small_whatever_is_behind_it(scene, tmp_path, read):
     assert "the first line" in page.words("log")
     assert "the last line" in page.words("log")
     assert len(page.all("path")) == 3 * 64 + 2
+
+
+@pytest.mark.parametrize(("line", "lines", "characters"), [("x", 2500, 420_000), ("<" * 300, 2500, 420_000)])
+def test_a_long_log_is_cut_in_the_middle(scene, tmp_path, read, line, lines, characters):
+    made = scene(ranks=1, culprit=0, seconds=30, gpus=0)
+    made.log = ["first", *[line] * 20_000, "last"]
+    page = read(write_incident_page(made.write(tmp_path / "incident")))
+    shown = page.words("log").partition("log_tail.txt ")[2]
+    assert shown.startswith("first")
+    assert shown.endswith("last")
+    assert "left out" in shown
+    assert len([a for a in page.all("li") if "data-r" in a]) <= lines
+    assert len(shown) <= characters
 
 
 def test_a_peak_is_never_lost(scene, tmp_path, read):
