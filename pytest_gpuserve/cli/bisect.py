@@ -204,7 +204,7 @@ class Bisection:
             self._chosen = replace(self._chosen, repeat=repeat_for(len(failed), runs, self._sure))
             self._say(
                 f"The bad end failed in {len(failed)} of {runs} runs: a commit is good after "
-                f"{self._chosen.repeat} good runs."
+                f"{self._chosen.repeat} good run{'s' if self._chosen.repeat > 1 else ''}."
             )
         self._keep(commit, failed[-1])
 

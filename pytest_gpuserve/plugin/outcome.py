@@ -19,7 +19,7 @@ from .state import ERROR, State
 
 if TYPE_CHECKING:
     from .evidence import Finding
-    from .pool import Slot
+    from .slots import Slot
 
 DYING = 0.5
 """Seconds after a failed test in which a server that is about to exit may do so, to be told as the cause."""

@@ -2,82 +2,33 @@
 
 from __future__ import annotations
 
-import json
 import os
 import threading
 import time
 import uuid
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
 from functools import partial
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
-from .. import procfs
-from ..engines import get_engine, uses_gpus
+from ..engines import uses_gpus
 from ..errors import GpuserveError, ServerError, ServerStartError, SpecError
-from ..report.incident import command
-from ..server.leases import Evictor, Lease, waiting
-from ..server.lifecycle import Limits, start
-from ..server.paths import session_directory
-from ..server.readiness import EXITED
+from ..server.leases import Evictor, waiting
 from ..server.reaper import sweep_dead_sessions
 from ..server.record import processes
 from ..spec import ServerSpec
-from .bundles import fill
-from .evidence import SESSION_ALARM, TEST_ALARM, Evidence
+from .evidence import TEST_ALARM
 from .fences import answers
+from .launching import launch
 from .leasing import Leasing
-from .live import Live
-from .options import Settings, alarm_limit, incident_limit
 from .resolve import Wanted, as_layer, build, resolve
-from .session_results import begin as begin_results
+from .slots import END, Slot, arm, note
 from .state import ERROR, PROBLEM, WANTED, State
 from .watching import Watching
 
 if TYPE_CHECKING:
     from ..server.handle import Server
-
-END = "end"
-"""Reason of the bundle that --gpuserve-retain=always takes of a server that is about to be stopped."""
-
-
-@dataclass(eq=False, slots=True)
-class Slot:
-    """A server of ours that runs, or ran.
-
-    Attributes:
-        key: of what was asked for; tests that ask for the same share it.
-        limits: the session's settings with the limits of the mark that started it.
-        lease: its GPUs.
-        users: fixtures and tests that hold it now; 0 is idle.
-        tests: tests that got it.
-        retire: why it must not serve another test; None: it may.
-        armed: the test's alarm is set.
-    """
-
-    key: str
-    server: Server
-    limits: Settings
-    lease: Lease
-    evidence: Evidence
-    users: int = 0
-    tests: int = 0
-    retire: str | None = None
-    armed: bool = False
-
-    def unfit(self) -> str | None:
-        """Why it cannot serve another test; None: it can."""
-        if self.retire is None:
-            if (code := self.server.exit_code()) is not None:
-                self.retire = f"it ended by itself with exit code {code}"
-            elif not self.server.control.alive():
-                self.retire = "its supervisor was killed"
-            elif (root := self.server.record.root) is not None and not procfs.same(root):
-                self.retire = "it ended by itself"  # and its supervisor is about to say so
-        return self.retire
 
 
 class Pool:
@@ -173,14 +124,14 @@ class Pool:
     def arm(self, deadline: float, test: str, timeout: float) -> None:
         """Have every held server dumped at ``deadline`` (CLOCK_MONOTONIC), ``timeout`` seconds into ``test``."""
         for slot in self.held():
-            self._arm(slot, TEST_ALARM, deadline, test, timeout)
+            arm(self._state.settings, slot, TEST_ALARM, deadline, test, timeout)
             slot.armed = True
-            _note(slot.server, {"test": test, "timeout": timeout, "deadline": deadline, "since": time.time()})
+            note(slot.server.directory, {"test": test, "timeout": timeout, "deadline": deadline, "since": time.time()})
 
     def test_begins(self, item: pytest.Item) -> None:
         """Servers of wider fixtures are this test's too."""
         for slot in self.held():
-            _note(slot.server, {"test": item.nodeid, "since": time.time()})
+            note(slot.server.directory, {"test": item.nodeid, "since": time.time()})
 
     def disarm(self) -> None:
         """The test in progress has no deadline any more."""
@@ -249,86 +200,34 @@ class Pool:
         return slot.retire is None
 
     def _start(self, wanted: Wanted, item: pytest.Item | None) -> Slot:
-        spec, limits, state = wanted.spec, wanted.limits(self._state.settings), self._state
         if not self._swept:
             self._swept = True
             if text := sweep_dead_sessions().text:
-                state.ledger.trouble(text)
-        self._make_room(spec)
-        lease = self._leasing.take(spec, item, [d for slot in self.held() for d in slot.lease.devices])
+                self._state.ledger.trouble(text)
+        self._make_room(wanted.spec)
+        held = [device for slot in self.held() for device in slot.lease.devices]
+        lease = self._leasing.take(wanted.spec, item, held)
         if lease.devices and self._evictor is None:
             self._evictor = Evictor(self._evict_for_others)
-        budget = limits.startup_timeout
-        if limits.session_deadline is not None:
-            budget = max(1.0, min(budget, limits.session_deadline - time.time()))
         self._watching.begin()
-        begin_results(state.config)
-        state.ledger.starting(spec)
-        live, server = Live(state, item), None
         try:
-            server = start(
-                spec,
-                get_engine(spec.engine),
-                parent=session_directory(),
-                limits=Limits(startup=budget, grace=limits.grace, dump=limits.dump_timeout),
-                incident=self._command,
-                gpus=lease.gpus,
-                capabilities=self._leasing.capabilities(lease, spec),
-                owners=state.owners,
-                pass_fds=lease.fds,
-                progress=live.note,
-                tick=live.tick,
-            )
+            slot = launch(self._state, wanted, item, lease, self._leasing.capabilities(lease, wanted.spec))
         except BaseException as error:
             for release in self._leasing.give_back(lease, None, ()):
-                state.ledger.trouble(f"{spec.id}: {release.text}")
-            if not isinstance(error, ServerStartError):
-                state.ledger.not_started(spec)
-                raise
-            state.ledger.start_failed(spec, error, item.nodeid if item is not None else None)
-            fill(state, error.incident)
-            reason = f"it did not start ({error.verdict}{f', {error.incident}' if error.incident else ''})"
-            self._strikes.setdefault(spec.key, []).append(reason)
+                self._state.ledger.trouble(f"{wanted.spec.id}: {release.text}")
+            if isinstance(error, ServerStartError):
+                reason = f"it did not start ({error.verdict}{f', {error.incident}' if error.incident else ''})"
+                self._strikes.setdefault(wanted.spec.key, []).append(reason)
             raise
-        finally:
-            live.end(ready=server is not None)
-        slot = Slot(wanted.key, server, limits, lease, Evidence(server, limits.dump_timeout + limits.grace))
         self._slots.append(slot)
-        if limits.session_deadline is not None:
-            moment = time.monotonic() + limits.session_deadline - time.time()
-            self._arm(slot, SESSION_ALARM, moment, None, None)
-        state.config.hook.pytest_gpuserve_server_started(server=server)
+        self._state.config.hook.pytest_gpuserve_server_started(server=slot.server)
         return slot
-
-    def _command(self, directory: Path, reason: str) -> list[str]:
-        """argv of an incident in the test in progress, as the server's start-up and its requests need it."""
-        item = self._state.item
-        return self._incident(directory, reason, item.nodeid if item is not None else None)
-
-    def _incident(self, directory: Path, reason: str, test: str | None, after: float | None = None) -> list[str]:
-        settings = self._state.settings
-        limit, rounds = incident_limit(settings.dump_timeout), 1 if reason in (EXITED, END) else None
-        return command(
-            directory,
-            settings.artifacts,
-            reason,
-            test=test,
-            after=after,
-            soft=settings.soft,
-            limit=limit,
-            rounds=rounds,
-            keep=settings.keep,
-        )
-
-    def _arm(self, slot: Slot, name: str, deadline: float, test: str | None, after: float | None) -> None:
-        argv = self._incident(slot.server.directory, name, test, after)
-        slot.evidence.quietly(slot.server.control.arm, name, deadline, argv, alarm_limit(slot.limits.dump_timeout))
 
     def _hold(self, slot: Slot, item: pytest.Item | None) -> None:
         """Held by the innermost fixture being set up, or else by the test; by nobody outside of tests."""
         slot.users += 1
         if item is not None:
-            _note(slot.server, {"test": item.nodeid, "since": time.time()})
+            note(slot.server.directory, {"test": item.nodeid, "since": time.time()})
         if slot not in self.touched:
             slot.evidence.skip()
             self.touched.append(slot)
@@ -347,7 +246,7 @@ class Pool:
         if slot.users == 0:
             slot.evidence.quietly(slot.server.control.disarm, TEST_ALARM)
             slot.armed = False
-            _note(slot.server, {"test": None, "since": time.time()})
+            note(slot.server.directory, {"test": None, "since": time.time()})
             if slot in self._slots and (slot.unfit() or last):
                 with self._state.clock.paused():
                     leaks = self._stop([slot])
@@ -407,16 +306,3 @@ class Pool:
                 if release.blame == "ours":
                     leaks.append(text)
         return leaks
-
-
-def _note(server: Server, entry: Mapping[str, object]) -> None:
-    """``current_test.json`` beside the server's log: what pytest was doing, for whoever looks after a crash."""
-    path = server.directory / "current_test.json"
-    try:
-        draft = path.with_name(f".{path.name}")
-        draft.write_text(
-            json.dumps({"worker": os.environ.get("PYTEST_XDIST_WORKER"), **entry}) + "\n", encoding="utf-8"
-        )
-        draft.replace(path)
-    except OSError:
-        pass  # the directory is gone: so is the server
