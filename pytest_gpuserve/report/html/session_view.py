@@ -2,9 +2,8 @@
 
 from __future__ import annotations
 
-import itertools
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -13,6 +12,7 @@ from ...isolation.grid import cell_text
 from ...phases.labels import format_ranks
 from ...vocabulary import VERDICTS
 from ..pages import REASONS
+from ..results_log import NAME as RESULTS_LOG
 from .reading import Folder, items, mapping, number, text, texts
 from .wording import moment, seconds
 
@@ -150,14 +150,14 @@ def view(folder: Folder, since: float | None) -> SessionView:
     ]
     places = ["isolate.json", *(f"{name}/isolate.json" for name in names[-3000:])]
     searches = [(place, found) for place in places if (found := folder.json(place))]
-    lines = list(itertools.islice(folder.lines("results.jsonl"), 20_000))
+    lines = _last_session(folder.lines(RESULTS_LOG))
     return SessionView(
         name=folder.path.name,
         incidents=tuple(entry for _, entry in incidents),
         matrices=tuple(matrix for matrix in matrices[:20] if matrix is not None),
         searches=tuple(_search(n, place, raw, folder, pages) for n, (place, raw) in enumerate(searches[:20])),
         tests=tuple(_tests(lines, pages)),
-        outcomes=tuple(Counter(text(line.get("outcome"), 20) for line in lines if line.get("nodeid")).most_common(8)),
+        outcomes=tuple(Counter(_ended(line) for line in lines).most_common(8)),
     )
 
 
@@ -351,14 +351,29 @@ def _run(run: Mapping[str, Any], beside: str, folder: Folder, pages: set[str]) -
     )
 
 
+def _last_session(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of the last session in the file, the last line of every test: a rerun's earlier attempts do not count."""
+    sessions: dict[str, dict[str, Mapping[str, Any]]] = {}
+    session = ""
+    for line in lines:
+        if nodeid := text(line.get("nodeid"), 400):
+            session = text(line.get("session"), 80)
+            sessions.setdefault(session, {})[nodeid] = line
+    return list(sessions.get(session, {}).values())
+
+
+def _ended(line: Mapping[str, Any]) -> str:
+    """How a test ended; its line says ``running`` when its process was killed in it."""
+    outcome = text(line.get("outcome"), 20)
+    return "did not end" if outcome == "running" else outcome
+
+
 def _tests(lines: Sequence[Mapping[str, Any]], pages: set[str]) -> Iterator[Test]:
     """Those that did not pass first, as far as there is room."""
-    known = [line for line in lines if line.get("nodeid")]
-    known.sort(key=lambda line: line.get("outcome") in ("passed", "skipped"))
-    for line in known[:TESTS]:
+    for line in sorted(lines, key=lambda line: line.get("outcome") in ("passed", "skipped"))[:TESTS]:
         yield Test(
             nodeid=text(line.get("nodeid"), 400),
-            outcome=text(line.get("outcome"), 20),
+            outcome=_ended(line),
             said=" ".join(filter(None, (text(line.get("verdict"), 40), text(line.get("phase"), 40)))),
             reason=text(line.get("reason"), 400),
             link=_link(line.get("incident"), pages),

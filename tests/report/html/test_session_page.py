@@ -110,13 +110,21 @@ def test_a_search_is_a_table(artifacts, read):
 
 
 def test_results_are_listed_failures_first(artifacts, read):
-    lines = [{"nodeid": f"t.py::test_{n}", "outcome": "failed" if n == 3 else "passed"} for n in range(5)]
+    lines = [
+        {"session": "now", "nodeid": f"t.py::test_{n}", "outcome": "failed" if n == 3 else "passed"} for n in range(5)
+    ]
+    begun = [{**line, "outcome": "running"} for line in lines]
+    earlier = {"session": "before", "nodeid": "t.py::test_earlier", "outcome": "failed"}
+    killed = {"session": "now", "nodeid": "t.py::test_killed", "outcome": "running"}
+    lines = [earlier, *begun, *lines, killed]
     torn = '{"nodeid": "t.py::test_torn", "outc'
     (artifacts / "results.jsonl").write_text("\n".join([*map(json.dumps, lines), torn]))
     page = read(write_session_page(artifacts))
     assert page.words("tests").index("test_3") < page.words("tests").index("test_0")
     assert "test_torn" not in page.words()
-    assert "4 passed, 1 failed" in page.words()
+    assert "test_earlier" not in page.words()
+    assert "did not end t.py::test_killed" in page.words("tests")
+    assert "4 passed, 1 failed, 1 did not end" in page.words()
 
 
 def test_hostile_names_and_values(artifacts, read):
@@ -164,6 +172,12 @@ def test_what_goes_wrong_is_told_and_costs_nothing_else(artifacts):
     assert len(done.problems) == 1
     assert "not a page of ours" in done.problems[0]
     assert done.page is not None
+
+
+def test_tests_that_pass_are_no_news(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"nodeid": "t.py::test_it", "outcome": "passed"}\n')
+    assert refresh(tmp_path, since=0, limit=60).page is None
+    assert "test_it" in write_page(tmp_path).read_text()  # who asks gets it
 
 
 def test_a_directory_with_nothing_of_ours(tmp_path):
