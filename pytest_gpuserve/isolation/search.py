@@ -38,6 +38,12 @@ _VERIFY = 20
 _SURE = 0.99
 """A verified set is believed at least so firmly."""
 
+_LIKELY = 0.5
+"""A set that is likelier than not is put to the proof: what would make it likelier is the proof's own launches."""
+
+_DOUBT = 2
+"""Launches in a row that pass where a failure was seen but once: it may have been a false alarm."""
+
 
 @dataclass(frozen=True, slots=True)
 class Question:
@@ -101,7 +107,7 @@ def search(
         calibrate: launches of each end before the search; four times as many where the outcomes differ.
         budget: launches for ``search``; calibration, verification and looking for another set are bounded by
             themselves.
-        confidence: a set that is believed so firmly is the answer.
+        confidence: a verified set is believed at least so firmly (and at least at 0.99).
         max_size: largest minimal failing set considered where runs are flaky.
         others: look for further minimal failing sets once one is verified.
         cost: (of a launch that passes, of one that fails), e.g. minutes; cheap launches are preferred.
@@ -210,6 +216,10 @@ class _State:
                 return "pass"
         return "unresolved" if any(t.deltas == deltas for t in self.trials) else None
 
+    def failures(self, deltas: frozenset[int]) -> int:
+        """Launches that failed with these deltas, or with some of them."""
+        return sum(1 for trial in self.known if trial.outcome == "fail" and trial.deltas <= deltas)
+
     def finding(self, status: Status, sets: Sequence[frozenset[int]] = ()) -> Finding:
         belief = self.belief.posterior()
         sure = belief.weight.get(mask_of(sets[0]), 0.0) if sets else 1.0 if status == "base_fails" else 0.0
@@ -224,7 +234,11 @@ def _calibrate(state: _State, deltas: frozenset[int], times: int) -> Asking[list
 
 
 def _prefix_bisection(state: _State) -> Asking[frozenset[int] | None]:
-    """Deterministic failures: about log2(n) launches a delta. None when a launch is unresolved or contradicts."""
+    """Deterministic failures: about log2(n) launches a delta.
+
+    None when a launch is unresolved or contradicts, or when all rests on one failure and nothing else fails: after a
+    false alarm one innocent delta after the other would be blamed.
+    """
     order = sorted(range(len(state.prior)), key=lambda i: (-state.prior[i], i))
     fixed: frozenset[int] = frozenset()
     high = len(order)
@@ -236,12 +250,15 @@ def _prefix_bisection(state: _State) -> Asking[frozenset[int] | None]:
                 return fixed
             if verdict == "unresolved" or high == 0:
                 return None
+        passed = 0
         while high - low > 1:
             middle = _split(state.prior, order, low, high)
             verdict = yield from _known_or_ask(state, fixed | frozenset(order[:middle]))
             if verdict == "unresolved" or state.left <= 0:
                 return None
-            low, high = (low, middle) if verdict == "fail" else (middle, high)
+            low, high, passed = (low, middle, 0) if verdict == "fail" else (middle, high, passed + 1)
+            if passed == _DOUBT and state.failures(fixed | frozenset(order[:high])) < 2:
+                return None
         fixed |= {order[high - 1]}
         high -= 1
 
@@ -265,10 +282,10 @@ def _known_or_ask(state: _State, deltas: frozenset[int]) -> Asking[Outcome]:
 
 
 def _information_gain(state: _State) -> Asking[frozenset[int]]:
-    """Launch what tells most about the set until one set is believed, or the budget ends; the likeliest set."""
+    """Launch what tells most about the set until one set is likely, or the budget ends; the likeliest set."""
     while True:
         belief = state.belief.posterior()
-        if belief.weight[belief.best] >= state.confidence or state.left <= 0:
+        if belief.weight[belief.best] >= min(_LIKELY, state.confidence) or state.left <= 0:
             return deltas_of(belief.best)
         if not (yield from state.ask_most_informative("search")):
             return deltas_of(belief.best)
