@@ -7,6 +7,7 @@ file, no environment variable, and it arrives before the worker's list of tests 
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Mapping, Sequence
+from contextlib import suppress
 from functools import partial
 from typing import Any, TypeAlias
 
@@ -31,11 +32,12 @@ def install(config: pytest.Config, state: State) -> None:
 
             worker = WorkerEnd(channel, server_of, state.last_of_its_server, describe_cell)
             config.pluginmanager.register(worker, "gpuserve-worker")
+            state.say = worker.say
         return
     from .durations import Durations
 
     durations = Durations(config, lambda: distributor.served)
-    distributor = Distributor(config, durations.past, lambda: _to_lease(state), partial(_learn, state))
+    distributor = Distributor(config, durations.past, lambda: _to_lease(state), partial(_learn, state), state.say)
     config.pluginmanager.register(durations, "gpuserve-durations")
     config.pluginmanager.register(distributor, "gpuserve-distributor")
 
@@ -76,6 +78,7 @@ class Distributor:
         durations: seconds of tests in past runs, by node id; asked for once.
         gpus: how many GPUs there are to lease, None: not known; asked for once, when servers are about to be started.
         learn: told the cells among a worker's tests, described by node id.
+        say: shows a line at once; what workers say comes from a thread of execnet's.
 
     Attributes:
         served: node ids of tests that want a server, once workers have collected.
@@ -87,11 +90,13 @@ class Distributor:
         durations: Callable[[], Mapping[str, float]],
         gpus: Callable[[], int | None],
         learn: Callable[[Mapping[str, Mapping[str, Any]]], object] = dict,
+        say: Callable[[str], object] = str,
     ) -> None:
         self._mode = config.getvalue("dist")
         self._durations = durations
         self._gpus = gpus
         self._learn = learn
+        self._say = say
         self._channels: dict[Any, Any] = {}
         self._published: dict[Any, Mapping[str, Any]] = {}
         self.served: set[str] = set()
@@ -100,7 +105,14 @@ class Distributor:
     def pytest_configure_node(self, node: Any) -> None:
         """Open the channel for a worker."""
         channel = self._channels[node] = node.workerinput[CHANNEL] = node.gateway.newchannel()
-        channel.setcallback(lambda said: self._published.__setitem__(node, said))
+        channel.setcallback(partial(self._hear, node))
+
+    def _hear(self, node: Any, said: Mapping[str, Any] | str) -> None:
+        """A worker's description of its tests, or a line to show."""
+        if isinstance(said, str):
+            self._say(f"{node.gateway.id}: {said}")
+        else:
+            self._published[node] = said
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_xdist_node_collection_finished(self, node: Any, ids: Sequence[str]) -> None:
@@ -157,6 +169,11 @@ class WorkerEnd:
         self._server_of = server_of
         self._last_of_unit = last_of_unit
         self._cell_of = cell_of
+
+    def say(self, text: str) -> None:
+        """Have the controller show a line; one that is gone shows nothing."""
+        with suppress(OSError):
+            self._channel.send(text)
 
     @pytest.hookimpl(wrapper=True, tryfirst=True)
     def pytest_collection_finish(self, session: pytest.Session) -> Generator[None, Any, Any]:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import time
 from collections.abc import Callable, Collection
-from contextlib import nullcontext
 from functools import cached_property
 from typing import TYPE_CHECKING
 
@@ -78,7 +77,7 @@ class Leasing:
             return acquire(
                 spec.tp,
                 pool,
-                on_wait=self._say,
+                on_wait=self._state.say,
                 evict_idle=self._evict,
                 limit=limit,
                 foreign="wait" if settings.foreign == "wait" else "raise",
@@ -118,16 +117,6 @@ class Leasing:
             return self.gpus
         allowed = {gpu.uuid for gpu in suitable_gpus(item, visible_to(self._state.config, spec))}
         return self.gpus.only(lambda gpu: gpu.uuid in allowed)
-
-    def _say(self, text: str) -> None:
-        """On the terminal, past the capturing of output; under pytest-xdist a worker has none."""
-        plugins = self._state.config.pluginmanager
-        reporter, capture = plugins.getplugin("terminalreporter"), plugins.getplugin("capturemanager")
-        if reporter is None or self._state.is_worker:
-            return
-        with nullcontext() if capture is None else capture.global_and_fixture_disabled():
-            reporter.ensure_newline()
-            reporter.line(f"gpuserve: {escape(text)}")
 
 
 def _start(pid: int) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import replace
 from functools import cached_property
 from typing import TYPE_CHECKING, Any, Final
@@ -51,6 +51,7 @@ class State:
         planned: the tests selected, in order.
         began: seconds since the epoch.
         page: the session's HTML page, once it is written.
+        say: shows a line of foreign text at once; a worker of pytest-xdist has it shown by its controller.
     """
 
     def __init__(self, config: pytest.Config, settings: Settings) -> None:
@@ -64,8 +65,15 @@ class State:
         self.planned: list[pytest.Item] = []
         self.began = time.time()
         self.page: Path | None = None
+        self.say: Callable[[str], None] = self._say
         if sent := self._sent_by_controller():
             self.settings = replace(settings, session_deadline=sent["session_deadline"])
+
+    def _say(self, text: str) -> None:
+        from .terminal import say
+
+        if not self.is_worker:
+            say(self.config, text)
 
     @cached_property
     def clock(self) -> Clock:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext, suppress
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import pytest
 
 from .options import PLANNED_WORKERS
-from .state import State
+from .state import PROBLEM, State
 
 if TYPE_CHECKING:
     from .ledger import Ledger
@@ -30,6 +31,19 @@ def header(state: State) -> list[str]:
             "timeout or --gpuserve-session-deadline; a test that hangs in its own code is not ended at all"
         )
     return lines
+
+
+def say(config: pytest.Config, text: str) -> None:
+    """A line of its own while tests run, past the capturing of output."""
+    from ..text import escape
+
+    reporter = config.pluginmanager.getplugin("terminalreporter")
+    capture = config.pluginmanager.getplugin("capturemanager")
+    if reporter is None:
+        return
+    with suppress(OSError, ValueError), nullcontext() if capture is None else capture.global_and_fixture_disabled():
+        reporter.ensure_newline()
+        reporter.line(f"gpuserve: {escape(text)}")
 
 
 def summary(reporter: pytest.TerminalReporter, state: State) -> None:
@@ -84,11 +98,16 @@ def _plan(reporter: pytest.TerminalReporter, state: State) -> None:
     from .distribution import server_of
     from .durations import Durations
 
-    tests = [PlannedTest(item.nodeid, *(server_of(item) or ())) for item in state.planned]
+    problems = [(item.nodeid, item.stash[PROBLEM]) for item in state.planned if PROBLEM in item.stash]
+    tests = [PlannedTest(t.nodeid, *(server_of(t) or ())) for t in state.planned if PROBLEM not in t.stash]
     reporter.section("gpuserve plan", "=")
     past, workers = Durations(state.config, set).past(), state.config.stash.get(PLANNED_WORKERS, 1)
     for line in plan_text(tests, past, workers=workers, max_uses=state.settings.max_uses):
         reporter.line(escape(line))
+    if problems:
+        reporter.line(f"{_count(len(problems), 'test')} would fail, since the marks cannot be obeyed:")
+    for nodeid, problem in problems:
+        reporter.line(f"    {escape(nodeid)}: {escape(problem)}")
 
 
 def _count(n: int, what: str) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import importlib.util
 import json
+import re
 from pathlib import Path
 from typing import Any
 
@@ -204,6 +205,29 @@ def test_workers_start_each_configuration_once_and_share_eight_gpus(project: Any
     project.assert_nothing_left()
     again = project.run("--gpuserve=plan", "-n2", "--gpuserve-gpus=virtual:4")
     again.stdout.fnmatch_lines(["sim-tp4-*(4 GPUs, about *", "Expected: * from past runs of 6 of 6 servers."])
+
+
+WAITING = """
+import os, time
+from pytest import mark
+
+@mark.gpuserve(engine="sim", tp={tp})
+def test_{tp}(server):
+    while not os.path.exists("said"): time.sleep(0.05)
+"""
+
+
+def test_a_waiting_worker_says_who_holds_what(project: Any) -> None:
+    """It has no terminal: its controller's shows the line while both tests still run."""
+    project.write(test_one=WAITING.format(tp=1), test_two=WAITING.format(tp=2))
+    run = project.start("-p", "no:randomly", "-n2", "--gpuserve-gpus=virtual:2")
+    line = project.wait_for(
+        lambda: re.search(r"^gpuserve: gw[01]: Waiting for (\d) of 2 GPUs: .*$", project.output("out.txt"), re.M),
+        "line about the wait",
+    )
+    (project.path / "said").touch()
+    project.wait(run).assert_outcomes(passed=2)
+    assert re.search(r"GPU 0(-1)? held by pid \d+ \(.*sim-tp[12]\)", line[0])
 
 
 def test_gpus_stay_leased_until_the_server_of_a_killed_pytest_is_gone(project: Any, leases: Path) -> None:

@@ -148,3 +148,24 @@ def test_plan_shows_each_server_once_and_starts_nothing(project):
     ]
     result.stdout.fnmatch_lines(["2 servers to start for 4 tests; 1 test without one; 2 starts fewer than one a test*"])
     assert list(project.state.iterdir()) == []
+
+
+def test_a_plan_tells_what_could_not_run(project):
+    project.write(
+        test_one="""
+        from pytest import mark
+        @mark.gpuserve(engine="sim")
+        def test_good(server): pass
+        @mark.gpuserve(engine="sim")
+        @mark.gpuserve_matrix(axes={"cuda_grahp": ["on"]})
+        def test_bad(server): pass
+        """
+    )
+    result = project.run("--gpuserve=plan")
+    result.stdout.fnmatch_lines(
+        [
+            "1 server to start for 1 test. Nothing was started.",
+            "1 test would fail, since the marks cannot be obeyed:",
+            "    test_one.py::test_bad: *engine 'sim' has no axis 'cuda_grahp'*",
+        ]
+    )
