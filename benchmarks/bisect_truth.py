@@ -1,12 +1,15 @@
 """Does ``gpuserve bisect`` tell the truth? Real git repositories with a bug planted at a random commit.
 
-    python benchmarks/bisect_truth.py [--seeds 60] [--repro 0.8] [--server] [--commits 64]
+    python benchmarks/bisect_truth.py --server [--seeds 60] [--first 0] [--repro 0.8] [--tell]
+    python benchmarks/bisect_truth.py --model --seeds 2000
 
 Each repository has 64 commits; 10 % do not build, 5 % fail in another way, and from the planted commit on the test
-fails with the given repro rate. ``--server``: the test starts a server (the embedded engine, copied into the
-repository) that hangs. ``--fast``: a stand-in for pytest that reports as our plugin does, so that many seeds take
-minutes. Right: the reported range holds
-the planted commit, and every commit of it but the first bad one is one that cannot be tested.
+fails with the given repro rate. ``--server``: the test starts a server, the embedded engine (copied into the
+repository) with one rank, that dies while it captures CUDA graphs; in every sixth seed it hangs there instead.
+``--model``: commits and test runs in memory, the decisions alone. Without either, a plain test fails.
+
+Right: the reported range holds the planted commit, and every commit of it but the first bad one is one that cannot be
+tested. A seed costs about 26 runs of pytest; ``--first`` and ``--seeds`` cut the work into slices.
 """
 
 from __future__ import annotations
@@ -15,7 +18,6 @@ import argparse
 import os
 import random
 import re
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -44,33 +46,33 @@ SERVER = """\
 import random, sys
 import pytest, state
 
-fault = "sleep@cuda_graph:rank=1" if state.BROKEN and random.random() < state.REPRO else ""
+fault = state.KIND + "@cuda_graph" if state.BROKEN and random.random() < state.REPRO else ""
 fault = "raise@weight_load" if state.OTHER else fault
-command = [sys.executable, "-m", "vendored.sim", "--tp", "2", "--port", "{port}"]
+command = [sys.executable, "-m", "vendored.sim", "--tp", "1", "--shards", "1", "--quiet", "--port", "{port}"]
 
-@pytest.mark.gpuserve(engine="command", tp=2, command=[*command, *(["--fault", fault] if fault else [])])
+@pytest.mark.gpuserve(engine="command", tp=1, command=[*command, *(["--fault", fault] if fault else [])])
 def test_it(server):
     assert server.get("/health").ok
-"""
-FAST = f"""\
-#!{sys.executable} -IS
-import json, os, random, sys
-sys.path.insert(0, os.getcwd())
-import state
-bad = state.BROKEN and random.random() < state.REPRO
-error = "RuntimeError" if state.OTHER else "AssertionError" if bad else None
-entry = {{"nodeid": "test_it", "outcome": "failed" if error else "passed", "error": error}}
-with open(os.environ["GPUSERVE_RESULTS"], "w") as file:
-    file.write(json.dumps(entry))
-sys.exit(1 if error else 0)
 """
 BUILD = "import sys, state\nsys.exit(0 if state.BUILDS else 1)\n"
 
 
 PYTEST = [
-    *(sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"),
-    *("--gpuserve-stall-timeout", "4", "--gpuserve-artifacts", "off"),
+    sys.executable,
+    "-m",
+    "pytest",
+    "-q",
+    "-p",
+    "gpuserve",
+    "-p",
+    "no:cacheprovider",
+    "--gpuserve-artifacts",
+    "off",
 ]
+"""No other plugin is loaded (PYTEST_DISABLE_PLUGIN_AUTOLOAD): a step of bisect is mostly the start of pytest."""
+
+STALL = 3.0
+"""Seconds of stillness after which a server hangs; one that dies is told without a watcher."""
 
 
 @dataclass(frozen=True)
@@ -98,79 +100,83 @@ def git(where: Path, *words: str) -> str:
     ).stdout.strip()
 
 
-def make(where: Path, planned: Plan, commits: int, repro: float, server: bool) -> list[str]:
-    git(where, "init", "-q")
-    (where / "test_it.py").write_text(SERVER if server else PLAIN)
-    (where / "build.py").write_text(BUILD)
-    (where / "pytest").write_text(FAST)
-    (where / "pytest").chmod(0o755)
-    (where / "pytest.ini").write_text("[pytest]\n")
-    (where / ".gitignore").write_text("__pycache__\n.pytest_cache\nbisect.log\ngpuserve-artifacts\n")
-    if server:
-        shutil.copytree(
-            Path(pytest_gpuserve.__file__).parent / "sim",
-            where / "vendored" / "sim",
-            ignore=shutil.ignore_patterns("__pycache__"),
-        )
-        (where / "vendored" / "__init__.py").touch()
-    hashes = []
+def make(where: Path, planned: Plan, commits: int, repro: float, kind: str | None) -> list[str]:
+    """A repository of ``commits`` commits, written by one ``git fast-import``; their hashes, oldest first."""
+    files = {
+        "test_it.py": SERVER if kind else PLAIN,
+        "build.py": BUILD,
+        "pytest.ini": "[pytest]\n",
+        ".gitignore": "__pycache__\n.pytest_cache\nbisect.log\ngpuserve-artifacts\n",
+    }
+    if kind:
+        files["vendored/__init__.py"] = ""
+        sim = Path(pytest_gpuserve.__file__).parent / "sim"
+        files |= {f"vendored/sim/{path.name}": path.read_text() for path in sim.glob("*.py")}
+    stream: list[bytes] = []
     for number in range(commits):
-        (where / "state.py").write_text(
+        files["state.py"] = (
             f"NUMBER = {number}\nBROKEN = {number >= planned.culprit}\nBUILDS = {number not in planned.unbuildable}\n"
-            f"OTHER = {number in planned.other}\nREPRO = {repro}\n"
+            f"OTHER = {number in planned.other}\nREPRO = {repro}\nKIND = {kind!r}\n"
         )
-        git(where, "add", "-A")
-        git(where, "commit", "-q", "-m", f"change {number}")
-        hashes.append(git(where, "rev-parse", "HEAD"))
-    return hashes
+        stream += [b"commit refs/heads/main\n", b"committer t <t@example.org> %d +0000\n" % (1_700_000_000 + number)]
+        stream += [
+            _data(f"change {number}"),
+            *(b"M 644 inline %s\n" % name.encode() + _data(files[name]) for name in files),
+        ]
+        files = {}
+    git(where, "init", "-q", "-b", "main")
+    subprocess.run(["git", "fast-import", "--quiet"], cwd=where, input=b"".join(stream), check=True)
+    git(where, "reset", "-q", "--hard", "main")
+    if kind:  # state.py changes within a second, so nothing is compiled later on; the engine never changes
+        subprocess.run([sys.executable, "-m", "compileall", "-q", "vendored"], cwd=where, check=True)
+    return git(where, "rev-list", "--reverse", "main").split()
+
+
+def _data(text: str) -> bytes:
+    raw = text.encode()
+    return b"data %d\n%s\n" % (len(raw), raw)
 
 
 def one(seed: int, given: argparse.Namespace) -> tuple[str, int, float, str]:
     """(right, wider, wrong or error; runs of pytest; seconds; last lines)."""
     planned = plan(seed, given.commits)
+    kind = ("sleep" if seed % 6 == 5 else "exit") if given.server else None
     with tempfile.TemporaryDirectory() as directory:
         where = Path(directory)
-        hashes = make(where, planned, given.commits, given.repro, given.server)
+        hashes = make(where, planned, given.commits, given.repro, kind)
         options = ["--repro-rate", str(given.repro)] if given.tell else []
+        command = [sys.executable, "-m", "pytest_gpuserve.cli", "bisect", "--good", hashes[0], "--bad", hashes[-1]]
+        command += ["--build", f"{sys.executable} -S build.py", *options, "--", *PYTEST]
+        command += ["--gpuserve-stall-timeout", f"{STALL:g}" if kind == "sleep" else "off"]
+        environment = {
+            **os.environ,
+            "GPUSERVE_STATE": str(where / ".git" / "gpuserve-state"),
+            "XDG_CACHE_HOME": str(where / ".git" / "cache"),
+            "PYTHONDONTWRITEBYTECODE": "1",
+            "PYTEST_DISABLE_PLUGIN_AUTOLOAD": "1",
+        }
         begin = time.monotonic()
-        done = subprocess.run(
-            [
-                *(sys.executable, "-m", "pytest_gpuserve.cli", "bisect", "--good", hashes[0], "--bad", hashes[-1]),
-                *("--build", f"{sys.executable} build.py", *options, "--"),
-                *(
-                    sys.executable,
-                    "-m",
-                    "pytest",
-                    "-q",
-                    "-p",
-                    "no:randomly",
-                    "-p",
-                    "no:cacheprovider",
-                    "-p",
-                    "no:xdist",
-                ),
-                *("--gpuserve-stall-timeout", "4", "--gpuserve-artifacts", "off"),
-            ],
-            cwd=where,
-            capture_output=True,
-            text=True,
-            env={**os.environ, "GPUSERVE_STATE": str(where / ".git" / "state"), "PYTHONDONTWRITEBYTECODE": "1"},
-            check=False,
-        )
+        done = subprocess.run(command, cwd=where, capture_output=True, text=True, env=environment, check=False)
         seconds = time.monotonic() - begin
         log = (where / "bisect.log").read_text() if (where / "bisect.log").exists() else ""
         runs = sum(int(n) for n in re.findall(r"\t(\d+) runs\t", log))
-        if "First bad commit: " in done.stdout:
-            found = [re.search(r"First bad commit: (\w+)", done.stdout).group(1)]  # type: ignore[union-attr]
-        else:
-            found = [h for h in hashes if re.search(rf"(bad side|skipped): +{h[:12]}", done.stdout)]
+        single = re.search(r"First bad commit: (\w+)", done.stdout)
+        found = [single[1]] if single else []
+        found = found or [h for h in hashes if re.search(rf"(bad side|skipped): +{h[:12]}", done.stdout)]
         if not found:
             return "error", runs, seconds, done.stdout[-1500:] + done.stderr[-500:]
-        if hashes[planned.culprit] not in found:
-            return "wrong", runs, seconds, done.stdout[-1500:]
-        numbers = sorted(map(hashes.index, found))
-        testable = [n for n in numbers[:-1] if n not in planned.unbuildable | planned.other]
-        return ("wider" if testable else "right"), runs, seconds, ""
+        kind_of_answer = graded(sorted(map(hashes.index, found)), planned)
+        if kind_of_answer == "wrong" and len(found) == 1:
+            kind_of_answer = "wrong single commit"
+        return kind_of_answer, runs, seconds, done.stdout[-1500:] if kind_of_answer != "right" else ""
+
+
+def graded(numbers: Sequence[int], planned: Plan) -> str:
+    """Of a reported range, oldest first: right, wider than the skips need, or wrong."""
+    if planned.culprit not in numbers:
+        return "wrong"
+    testable = [n for n in numbers[:-1] if n not in planned.unbuildable | planned.other]
+    return "wider" if testable else "right"
 
 
 class Line:
@@ -221,11 +227,7 @@ def modelled(seed: int, given: argparse.Namespace) -> tuple[str, int, float, str
             found = work.run(names[-1], [names[0]])
         except GpuserveError as error:
             return "error", runs, 0.0, str(error)
-    numbers = [names.index(name) for name in found.candidates]
-    if planned.culprit not in numbers:
-        return "wrong", runs, 0.0, ""
-    testable = [n for n in numbers if n != max(numbers) and n not in planned.unbuildable | planned.other]
-    return ("wider" if testable else "right"), runs, 0.0, ""
+    return graded(sorted(map(names.index, found.candidates)), planned), runs, 0.0, ""
 
 
 def main() -> None:
@@ -236,7 +238,6 @@ def main() -> None:
     parser.add_argument("--repro", type=float, default=0.8)
     parser.add_argument("--tell", action="store_true", help="give --repro-rate; otherwise bisect finds out")
     parser.add_argument("--server", action="store_true")
-    parser.add_argument("--fast", action="store_true")
     parser.add_argument("--model", action="store_true", help="commits and tests in memory: the decisions alone")
     parser.add_argument("--jobs", type=int, default=2)
     given = parser.parse_args()
@@ -254,7 +255,7 @@ def main() -> None:
             seconds += took
             if text:
                 print(f"planted {plan(seed, given.commits)}\n{text}", flush=True)
-    kind = "model" if given.model else "server" if given.server else "stand-in" if given.fast else "plain test"
+    kind = "model" if given.model else "server" if given.server else "plain test"
     print(
         f"{given.commits} commits, repro {given.repro:g}{' told' if given.tell else ''}, {kind}: {counts} of "
         f"{given.seeds}; {runs / given.seeds:.1f} runs and {seconds / given.seeds:.0f} s a bisection"

@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import tempfile
 import time
 from collections.abc import Iterable, Sequence
@@ -22,13 +21,14 @@ from ..isolation.search import Trial
 from ..isolation.signature import Signature
 from ..isolation.variants import CommandLine, Variants, from_matrix
 from ..report.redact import Redactor
-from ..server.gpu_pool import gpu_pool
+from ..server.gpu_pool import GpuPool, gpu_pool
 from ..server.lifecycle import Limits
 from ..text import one_line
 from . import isolate_text as text
+from . import parity
 from .isolate_run import Isolation
 from .isolate_state import fingerprint, lock, open_state
-from .launches import Check, Launcher
+from .launches import Check, Launcher, words_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -50,7 +50,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         metavar="CMD",
         help="check of a ready server, no shell; {url}, {port}, {model} are filled in (also GPUSERVE_URL, "
         "GPUSERVE_MODEL); exit code 0 passes, 125 cannot tell, others fail. pytest NODEID starts the server itself. "
-        "Default: three completions, one of 288 tokens, equal ones equal",
+        "Default: completions at temperature 0, one of 288 tokens; they must be those of the base, unless its "
+        "logprobs say that two tokens were nearly equal",
     )
     parser.add_argument(
         "--keep",
@@ -91,8 +92,9 @@ def run(arguments: argparse.Namespace) -> int:
     Raises:
         GpuserveError: the command cannot be isolated; one paragraph why.
     """
+    _check(arguments)
     variants, evidence, target = _problem(arguments)
-    probe = tuple(shlex.split(arguments.probe)) if arguments.probe else ()
+    probe = words_of("--probe", arguments.probe) if arguments.probe else ()
     if target is not None and target.verdict == "test" and not probe:
         raise GpuserveError(
             "this cell failed in its test, not in its server, and the built-in check does not run that test. Name it: "
@@ -117,7 +119,8 @@ def run(arguments: argparse.Namespace) -> int:
     if arguments.plan:
         return 0
     held = lock(arguments.output)
-    mark = fingerprint(variants.names, variants.texts, variants.shown(()), probe, arguments.ready, len(evidence))
+    what = probe or (parity.PROMPTS, parity.TOKENS)
+    mark = fingerprint(variants.names, variants.texts, variants.shown(()), what, arguments.ready, len(evidence))
     state = open_state(
         arguments.output, mark, redactor.redact(variants.shown(everything)), redactor, fresh=arguments.fresh
     )
@@ -125,7 +128,7 @@ def run(arguments: argparse.Namespace) -> int:
         say(f"{len(state.runs)} runs are known from {arguments.output}; they are not repeated.")
     if state.target is None:
         state.target = target
-    pool = gpu_pool(arguments.gpus, os.environ)
+    pool = _pool(arguments.gpus)
     spec = variants.wanted(()).spec
     width = arguments.parallel or (min(4, len(pool.devices) // spec.tp) if pool.counted else 1)
     limits = Limits(arguments.startup_timeout, arguments.grace)
@@ -147,6 +150,20 @@ def run(arguments: argparse.Namespace) -> int:
     state.result = result.to_json()
     state.save()
     return 0 if result.status == "found" else 1
+
+
+def _check(arguments: argparse.Namespace) -> None:
+    for name in ("calibrate", "budget", "parallel", "minutes", "startup_timeout", "stall_timeout", "request_timeout"):
+        value = getattr(arguments, name)
+        if value is not None and value <= 0:
+            raise GpuserveError(f"--{name.replace('_', '-')} must be above 0, not {value:g}.")
+
+
+def _pool(option: str | None) -> GpuPool:
+    try:
+        return gpu_pool(option, os.environ)
+    except GpuserveError as error:  # it speaks of pytest's option
+        raise GpuserveError(str(error).replace("--gpuserve-gpus", "--gpus")) from None
 
 
 def _problem(arguments: argparse.Namespace) -> tuple[Variants, list[Trial], Signature | None]:

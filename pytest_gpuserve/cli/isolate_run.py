@@ -8,7 +8,7 @@ import math
 import threading
 from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
 from typing import Any, cast
@@ -22,6 +22,7 @@ from ..isolation.variants import Variants
 from .isolate_state import Run, State
 from .isolate_text import running, told
 from .launches import Given, Launcher, Seen
+from .parity import with_base
 from .pytest_probe import is_pytest, run_pytest
 
 AGAIN = 2
@@ -140,6 +141,8 @@ class Isolation:
                 if self._over():
                     return conclude_now(make(), launches)
                 questions = ahead(make, launches, self._width)
+                if questions and not questions[0].deltas and "pass" not in launches.get(frozenset(), ()):
+                    questions = questions[:1]  # others are compared with the base: not before it passed once
                 if not questions:
                     return cast(Finding, replay(make(), launches))
                 jobs = [threads.submit(self._ask, stage, variants, question) for question in questions]
@@ -217,8 +220,10 @@ class Isolation:
         assert seen is not None
         whole = on == frozenset(range(len(variants.names))) and stage == "search"
         with self._lock:
-            if whole and self._state.target is None and outcome(seen.signature, None) == "fail":
-                self._state.target = seen.signature
+            seen = self._compared(seen, base=stage == "search" and not on)
+            failed = not seen.signature.passed and seen.signature.verdict not in ENVIRONMENT
+            if whole and self._state.target is None and failed:
+                self._state.seek(seen.signature)
             run = Run(
                 number=number,
                 stage=stage,
@@ -235,6 +240,17 @@ class Isolation:
             )
             self._state.add(run)
         self._say(told(run, self._state))
+
+    def _compared(self, seen: Seen, *, base: bool) -> Seen:
+        """With the completions of the base's first launch that passed; that launch itself is kept for it."""
+        if base and self._state.base is None and seen.signature.passed and seen.outputs:
+            self._state.base = seen.outputs
+        compared = with_base(self._state.base, seen)
+        if base and not compared.signature.passed and seen.signature.passed:
+            self._state.base = ()
+            note = "so no other launch is compared with it"
+            return replace(seen, text=f"the base does not repeat itself, {note}: {compared.text}")
+        return compared
 
     def _once(self, wanted: Any) -> Seen:
         adapter = get_engine(wanted.spec.engine)

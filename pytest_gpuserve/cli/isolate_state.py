@@ -7,15 +7,16 @@ import json
 import os
 import threading
 from collections.abc import Mapping, Sequence
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
 from ..errors import GpuserveError
 from ..isolation.search import Outcome
-from ..isolation.signature import Signature
+from ..isolation.signature import Signature, outcome
 from ..report.files import Store
 from ..report.redact import Redactor
+from ..server.greedy import Greedy
 
 SCHEMA = "gpuserve.isolate/1"
 NAME = "isolate.json"
@@ -57,7 +58,13 @@ class Run:
 
 @dataclass(slots=True)
 class State:
-    """One isolation. ``target``: the failure that is sought, of the first launch of the whole command that failed."""
+    """One isolation.
+
+    Attributes:
+        target: the failure that is sought, of the first launch of the whole command that failed.
+        base: completions at temperature 0 of the first launch of the base alone that passed, with which those of every
+            other launch are compared; empty: the base does not repeat itself, so nothing is. None: not known yet.
+    """
 
     directory: Path
     fingerprint: str
@@ -65,6 +72,7 @@ class State:
     redactor: Redactor
     runs: list[Run] = field(default_factory=list)
     target: Signature | None = None
+    base: tuple[Greedy, ...] | None = None
     result: dict[str, Any] | None = None
     _lock: threading.Lock = field(default_factory=threading.Lock)
 
@@ -88,6 +96,11 @@ class State:
             self.runs.append(run)
             self.save()
 
+    def seek(self, target: Signature) -> None:
+        """The failure that is sought is known now: read what was launched before in its light."""
+        self.target = target
+        self.runs = [replace(run, outcome=outcome(run.signature, target)) for run in self.runs]
+
     def save(self) -> None:
         """Write the file, whole or not at all, flushed to the disk.
 
@@ -99,6 +112,7 @@ class State:
             "fingerprint": self.fingerprint,
             "command": self.command,
             "target": self.target.to_json() if self.target else None,
+            "base": None if self.base is None else [one.to_json() for one in self.base],
             "runs": [asdict(run) for run in self.runs],
             "result": self.result,
         }
@@ -137,6 +151,7 @@ def open_state(directory: Path, mark: str, command: str, redactor: Redactor, *, 
             )
         state.runs = [Run.from_json(run) for run in raw["runs"]]
         state.target = Signature.from_json(raw["target"]) if raw["target"] else None
+        state.base = None if raw.get("base") is None else tuple(map(Greedy.from_json, raw["base"]))
         state.result = cast("dict[str, Any] | None", raw["result"])
     except (OSError, ValueError, KeyError, TypeError) as error:
         raise GpuserveError(f"{path} cannot be read: {error}. Begin anew with --fresh.") from error

@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 def plan(variants: Variants, given: argparse.Namespace, evidence: Sequence[Trial]) -> list[str]:
     """What will be tried, and what it costs at most."""
     names, n = variants.names, len(variants.names)
-    lines = [f"base: {one_line(variants.shown(()), 2000)}", f"{n} deltas that can be taken away:"]
+    lines = [f"base: {one_line(variants.shown(()), 2000)}", f"{n} delta{'' if n == 1 else 's'} that can be taken away:"]
     lines += [
         f"  {name}: {one_line(text, 300)}" if text != name else f"  {name}"
         for name, text in zip(names, variants.texts, strict=True)
@@ -63,7 +63,7 @@ def told(run: Run, state: State) -> str:
     meaning = {"fail": "FAILS", "pass": "passes", "unresolved": "says nothing (another failure)"}[run.outcome]
     mean = state.seconds / len(state.runs)
     where = f"; {run.incident}" if run.incident else ""
-    first = one_line(run.text.splitlines()[0], 160) if run.text and run.outcome != "pass" else ""
+    first = one_line(run.text.splitlines()[0], 300) if run.text else ""
     return (
         f"[{run.number}] {meaning}: {one_line(str(run.signature))} after {minutes(run.seconds)} "
         f"(a launch takes {minutes(mean)}){where}" + (f"\n      {first}" if first else "")

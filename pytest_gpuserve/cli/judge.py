@@ -5,7 +5,6 @@ from __future__ import annotations
 import argparse
 import json
 import os
-import shlex
 import subprocess
 import time
 from collections.abc import Callable, Sequence
@@ -24,7 +23,7 @@ from ..isolation.signature import Signature
 from ..report.files import Store
 from ..server.paths import state_root
 from ..text import one_line
-from .launches import end_group
+from .launches import end_group, words_of
 from .pytest_probe import is_pytest, run_session
 
 INTERRUPTED = 130
@@ -129,7 +128,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
     times = arguments.repeat or (repeats(rate, 1 - arguments.confidence) if rate is not None else 1)
     return Settings(
         argv=tuple(arguments.words),
-        build=tuple(shlex.split(arguments.build)) if arguments.build else (),
+        build=words_of("--build", arguments.build) if arguments.build else (),
         repeat=times,
         rate=rate,
         target=read_signature(arguments.signature) if arguments.signature else None,

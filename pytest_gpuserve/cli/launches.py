@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
+import shlex
 import signal
 import subprocess
 import tempfile
@@ -19,15 +19,19 @@ from ..engines.base import Engine, Launch
 from ..errors import EngineError, GpuserveError, ServerError
 from ..isolation.deltas import Command
 from ..isolation.signature import Signature
+from ..report.failure import read_incident, signature
 from ..report.incident import command as incident_command
 from ..server.gpu_pool import GpuPool
+from ..server.greedy import Greedy, ask, differences
 from ..server.handle import Server
 from ..server.leases import acquire
 from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
 from ..server.record import load, processes
 from ..spec import ServerSpec
+from ..text import one_line
 from ..watch.watcher import start as start_watcher
+from . import parity
 
 Say = Callable[[str], None]
 
@@ -40,13 +44,29 @@ _LONG = 288
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """One launch and what became of it. ``text``: what happened, already escaped; ``log``: raw and private."""
+    """One launch and what became of it.
+
+    Attributes:
+        text: what happened, already escaped.
+        log: raw and private.
+        outputs: completions at temperature 0, to compare with those of another launch.
+    """
 
     signature: Signature
     seconds: float
     text: str = ""
     incident: str | None = None
     log: str | None = None
+    outputs: tuple[Greedy, ...] = ()
+
+
+@dataclass(frozen=True, slots=True)
+class Checked:
+    """What a ready server did when it was used; as of :class:`Seen`."""
+
+    signature: Signature
+    text: str = ""
+    outputs: tuple[Greedy, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,13 +172,14 @@ class Launcher:
                 )
             except ServerError as error:
                 pids.extend(_pids(where[0]) if where else ())
-                return seen(_signature(error, where[0] if where else None, spec.engine), _text(error), error.incident)
+                return seen(_signature(error, where[0] if where else None, spec), _text(error), error.incident)
             try:
                 say("ready; checking")
-                signature, text = check(server, self._check)
-                return seen(signature, text, _last_incident(server) if not signature.passed else None)
+                found = check(server, self._check)
+                incident_of = _last_incident(server) if not found.signature.passed else None
+                return replace(seen(found.signature, found.text, incident_of), outputs=found.outputs)
             except ServerError as error:
-                return seen(_signature(error, server.directory, spec.engine), _text(error), error.incident)
+                return seen(_signature(error, server.directory, spec), _text(error), error.incident)
             finally:
                 pids.extend(entry.pid for entry in processes(server.record))
                 server.stop()
@@ -177,46 +198,42 @@ class Launcher:
                 say(bad.text)
 
 
-def check(server: Server, how: Check) -> tuple[Signature, str]:
+def check(server: Server, how: Check) -> Checked:
     """What a ready server does when it is used.
 
     Raises:
         ServerError: it hung or ended meanwhile.
     """
-    return _run_probe(server, how) if how.argv else _complete(server, how.request_timeout)
+    return Checked(*_run_probe(server, how)) if how.argv else _complete(server, how.request_timeout)
 
 
-def _complete(server: Server, timeout: float) -> tuple[Signature, str]:
-    """Two equal short completions and a long one, at temperature 0."""
+def _complete(server: Server, timeout: float) -> Checked:
+    """A short completion and a long one, then several with logprobs, one of them twice; all at temperature 0."""
     texts: list[str] = []
-    for tokens in (16, 16, _LONG):
+    for tokens in (16, _LONG):
         body: dict[str, Any] = {"model": server.model, "prompt": "The capital of France is", "max_tokens": tokens}
         body |= {"temperature": 0, "ignore_eos": True}
         answer = server.post("/v1/completions", json=body, timeout=(10.0, timeout))
         if answer.status_code == 404 and not texts:
-            return Signature("ready"), "it is ready; it has no /v1/completions, so nothing else was checked (--probe)"
+            text = "it is ready; it has no /v1/completions, so nothing else was checked (--probe)"
+            return Checked(Signature("ready"), text)
         if answer.status_code == 400:  # ignore_eos is not in the standard
             del body["ignore_eos"]
             answer = server.post("/v1/completions", json=body, timeout=(10.0, timeout))
         try:
             texts.append(str(answer.json()["choices"][0]["text"]))
         except (ValueError, LookupError, TypeError):
-            return (
-                Signature(
-                    "crash" if answer.status_code >= 500 else "config",
-                    "serving",
-                    frozenset({f"HTTP {answer.status_code}"}),
-                ),
+            verdict = "crash" if answer.status_code >= 500 else "config"
+            return Checked(
+                Signature(verdict, "serving", frozenset({f"HTTP {answer.status_code}"})),
                 f"a completion of {tokens} tokens was answered {answer.status_code} without a text",
             )
-    if texts[0] != texts[1]:
-        return (
-            Signature("degraded", "serving", frozenset({"parity"})),
-            "two equal requests at temperature 0 got different texts",
-        )
-    if not texts[2].strip():
-        return Signature("degraded", "serving", frozenset({"empty"})), f"a completion of {_LONG} tokens is empty"
-    return Signature("ready"), ""
+    if not texts[1].strip():
+        empty = Signature("degraded", "serving", frozenset({"empty"}))
+        return Checked(empty, f"a completion of {_LONG} tokens is empty")
+    again, *outputs = ask(server, (parity.PROMPTS[0], *parity.PROMPTS), parity.TOKENS, (10.0, timeout))
+    broken, text = parity.judged(differences([again], outputs[:1]), "two equal requests at temperature 0 differ")
+    return Checked(broken or Signature("ready"), text, tuple(outputs))
 
 
 def _run_probe(server: Server, how: Check) -> tuple[Signature, str]:
@@ -243,7 +260,7 @@ def _run_probe(server: Server, how: Check) -> tuple[Signature, str]:
         server.get("/health")  # raises what became of the server; one that was spared answers
     if code is None:
         server.dump("probe_timeout")
-        found = _read(_last_incident(server))
+        found = read_incident(_last_incident(server))
         if found:
             return Signature.from_json(found), f"--probe did not end within {how.timeout:g} s"
         return Signature("hang", "serving"), f"--probe did not end within {how.timeout:g} s"
@@ -260,6 +277,18 @@ def _fill(word: str, values: Mapping[str, str]) -> str:
     return word
 
 
+def words_of(option: str, text: str) -> tuple[str, ...]:
+    """A command that an option gives as one text.
+
+    Raises:
+        GpuserveError: its quotes do not match.
+    """
+    try:
+        return tuple(shlex.split(text))
+    except ValueError as error:
+        raise GpuserveError(f"{option} {one_line(text, 200)} is no command: {error}. Correct its quotes.") from None
+
+
 def end_group(child: subprocess.Popen[bytes]) -> None:
     """End a command and what it left in its process group, which we made."""
     with contextlib.suppress(OSError):
@@ -267,41 +296,19 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
     child.wait()
 
 
-def _signature(error: ServerError, directory: Path | None, engine: str) -> Signature:
-    """From the incident where there is one, else from the log."""
-    found = _read(error.incident)
-    known = Signature.from_json(found) if found and found.get("verdict") else Signature(error.verdict)
-    if directory is not None and known.verdict in ("crash", "undecided"):
-        with contextlib.suppress(Exception):  # a log that cannot be read says nothing
-            from ..diagnose.triage import explain
-
-            told = explain([str(directory / "server.log")], engine if engine != "command" else None)
-            precise = told.verdict in ("oom", "config", "unsupported_arch", "port")
-            cause = frozenset({told.cause.kind} if told.cause is not None else ())
-            verdict = told.verdict if precise and known.verdict == "crash" else known.verdict
-            return Signature(verdict, known.phase or told.phase, cause)
-    return known
+def _signature(error: ServerError, directory: Path | None, spec: ServerSpec) -> Signature:
+    return signature(error.verdict, read_incident(error.incident), directory, spec.engine)
 
 
 def _text(error: ServerError) -> str:
     """What the incident says, else the error itself; both are escaped."""
-    found = _read(error.incident)
+    found = read_incident(error.incident)
     return str(found.get("text") or error) if found else str(error)
 
 
 def _last_incident(server: Server) -> str | None:
     found = server.incidents()
     return str(found[-1]["incident"]) if found and found[-1].get("incident") else None
-
-
-def _read(directory: str | None) -> dict[str, Any] | None:
-    if directory is None:
-        return None
-    try:
-        found = json.loads((Path(directory) / "incident.json").read_bytes())
-    except (OSError, ValueError):
-        return None
-    return found if isinstance(found, dict) else None
 
 
 def _pids(directory: Path) -> list[int]:

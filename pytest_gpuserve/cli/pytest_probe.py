@@ -88,7 +88,7 @@ def run_pytest(probe: Sequence[str], wanted: Wanted, whole: Wanted, limit: float
     seen = signature_of(session)
     failed = next((report for report in session.reports or () if report.outcome == "failed"), None)
     incident = failed.incident if failed else None
-    text = escape(failed.reason) if failed else f"pytest ended with exit code {session.code}"
+    text = escape(failed.reason) if failed else f"pytest ended with exit code {session.code}" if session.code else ""
     if seen is None:
         seen = Signature("undecided")
     return Seen(seen, time.monotonic() - begin, text, incident, str(log))

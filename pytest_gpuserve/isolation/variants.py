@@ -143,7 +143,7 @@ def from_matrix(
     runs = [run for run in results if run.id == cell]
     if not runs:
         known = ", ".join(dict.fromkeys(run.id for run in results))
-        raise SpecError(f"the matrix has no cell {cell!r}. Its cells: {known}.")
+        raise SpecError(f"the matrix has no cell {cell!r}. Its cells: {known or 'none'}.")
     failed = [run for run in runs if run.failed]
     if not failed:
         raise SpecError(f"cell {cell} did not fail ({runs[0].verdict}), so there is nothing to isolate.")

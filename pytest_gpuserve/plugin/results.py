@@ -56,8 +56,8 @@ class Results:
         self._end_of_lines()
 
     def _write(self, entry: dict[str, Any]) -> None:
-        if entry["outcome"] == "failed" and (roots := _roots(entry.get("incident"))):
-            entry["roots"] = roots
+        if entry["outcome"] == "failed" and isinstance(entry.get("incident"), str):
+            entry |= _failure(entry)
         self._put_line(entry)
 
 
@@ -99,13 +99,12 @@ def _error(report: pytest.TestReport) -> str | None:
     return name.rpartition(".")[2] if name and " " not in name else None
 
 
-def _roots(incident: object) -> list[str]:
-    if not isinstance(incident, str) or not incident:
-        return []
-    from ..isolation.signature import Signature
+def _failure(entry: dict[str, Any]) -> dict[str, Any]:
+    """Phase and roots of a server's failure: what tells it from another, where its incident, or its log, says so."""
+    from ..report.failure import read_incident, signature
 
-    try:
-        raw = json.loads((Path(incident) / "incident.json").read_bytes())
-        return sorted(Signature.from_json(raw).roots)
-    except (OSError, ValueError, TypeError):
-        return []
+    incident = read_incident(entry["incident"])
+    if incident is None:
+        return {}
+    seen = signature(str(entry.get("verdict") or "undecided"), incident)
+    return {"phase": entry.get("phase") or seen.phase, "roots": sorted(seen.roots)}

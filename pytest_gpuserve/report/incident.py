@@ -12,13 +12,15 @@ import sys
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from ..errors import GpuserveError
-from ..server.record import load
 from .blame import EXIT_KILL, EXIT_SPARE, Decision
-from .taking import Incident, Request, Taking
 
-__all__ = ["EXIT_KILL", "EXIT_SPARE", "LIMIT", "Decision", "Incident", "command", "main", "record_incident"]
+if TYPE_CHECKING:
+    from .taking import Incident
+
+__all__ = ["EXIT_KILL", "EXIT_SPARE", "LIMIT", "Decision", "command", "main", "record_incident"]
 
 LIMIT = 21.0
 """Seconds for everything, where nobody names another."""
@@ -73,6 +75,9 @@ def record_incident(
         GpuserveError: there is no record of a server.
         OSError: nothing can be written, not even in the server's own directory.
     """
+    from ..server.record import load
+    from .taking import Request, Taking  # hundreds of patterns: not for those who only ask for the argv
+
     request = Request(reason, test, after, soft, usual_limit(directory) if limit is None else limit, rounds, keep)
     return Taking(load(directory), artifacts, request, leave).run()
 

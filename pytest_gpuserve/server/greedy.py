@@ -73,20 +73,25 @@ class Difference:
         )
 
 
-def ask(server: Server, prompts: Iterable[str], max_tokens: int = 64) -> list[Greedy]:
+def ask(
+    server: Server, prompts: Iterable[str], max_tokens: int = 64, timeout: tuple[float, float] | None = None
+) -> list[Greedy]:
     """Complete every prompt at temperature 0, with logprobs where the server has them.
+
+    ``timeout``: seconds to connect and to read, of one request; None: the server's usual ones.
 
     Raises:
         ServerError: it hung, ended, or answered something else than a completion.
     """
     found = []
     extra: dict[str, Any] = {"logprobs": _TOP}
+    limits = {} if timeout is None else {"timeout": timeout}
     for prompt in prompts:
         body = {"model": server.model, "prompt": prompt, "max_tokens": max_tokens, "temperature": 0}
-        answer = server.post("/v1/completions", json={**body, **extra})
-        if answer.status_code == 400 and extra:  # some versions refuse logprobs beside speculative decoding
+        answer = server.post("/v1/completions", json={**body, **extra}, **limits)
+        if not answer.ok and extra:  # some versions refuse logprobs beside speculative decoding, or fail at them
             extra = {}
-            answer = server.post("/v1/completions", json=body)
+            answer = server.post("/v1/completions", json=body, **limits)
         try:
             choice = answer.json()["choices"][0]
             found.append(_greedy(prompt, str(choice["text"]), choice.get("logprobs")))

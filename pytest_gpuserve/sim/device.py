@@ -35,6 +35,7 @@ class Device:
         self.tokens = 0
         self.skips_collective = False
         self.loses_replies = False
+        self.bias = 0
         self._began = time.monotonic()
         self._pause = 0.0
         self._pending = [f for f in options.faults if rank in f.ranks]
@@ -105,6 +106,8 @@ class Device:
             raise OutOfMemoryError(OUT_OF_MEMORY.format(self.rank))
         elif kind == "skip_collective":
             self.skips_collective = True
+        elif kind == "garble":
+            self.bias = 1
         elif kind == "wedge":
             self.loses_replies = True
         elif kind == "slow":

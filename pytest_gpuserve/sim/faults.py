@@ -35,11 +35,12 @@ KINDS = {
     "symmetric": "all ranks wait in the same place (futex)",
     "slow": "alive: how=cpu (default), io or compile, for=SECONDS (30), then goes on",
     "deaf": "the port is open, no HTTP request is answered (front end)",
+    "garble": "adds to its share of every logit: wrong tokens, and nothing else to see",
     "wedge": "/health says 200, tokens stand still: a reply is lost and every process idles",
 }
 _HOWS = {"spin": ("c", "python"), "slow": ("cpu", "io", "compile")}
 _ALL_RANKS = ("symmetric",)
-_SERVING_ONLY = ("wedge",)
+_SERVING_ONLY = ("garble", "wedge")
 
 
 def parse_fault(text: str, tp: int) -> tuple[Fault, list[tuple[str, str]], float]:

@@ -170,7 +170,7 @@ class ModelRunner:
             self.device.skips_collective = False
             logits = iter(shares)
         else:
-            logits = iter(self.ring.all_reduce(("logits", step), shares))
+            logits = iter(self.ring.all_reduce(("logits", step), [share + self.device.bias for share in shares]))
         result = []
         for request, proposed in zip(list(self.states), drafts, strict=True):
             true = [token_of(next(logits)) for _ in range(len(proposed) + 1)]

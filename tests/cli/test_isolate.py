@@ -128,6 +128,19 @@ def test_a_hang_has_an_incident_and_a_signature(place: Place) -> None:
         assert run["incident"] in done.stdout
 
 
+def test_an_axis_with_which_other_tokens_come_is_found(place: Place) -> None:
+    """Nothing hangs and nothing dies: only the tokens are not those of the base, which was sure of its own."""
+    fault = "garble@serving:when=kv_cache_dtype=fp8"
+    words = [*SIM, "--fault", fault, "--kv-cache-dtype", "fp8", "--overlap", "on", "--cuda-graph", "on"]
+    done = place.run("--calibrate", "1", "--one", "--remedies", "0", "--", *words)
+    assert done.returncode == 0
+    state = place.state
+    assert state["result"]["sets"] == [["--kv-cache-dtype"]]
+    assert state["target"] == {"verdict": "degraded", "phase": "serving", "roots": ["parity"]}
+    assert "top-2 logprob gap" in next(run["text"] for run in state["runs"] if run["outcome"] == "fail")
+    assert len(state["base"]) == 3
+
+
 def test_the_base_fails_too(place: Place) -> None:
     done = place.run("--calibrate", "1", "--", *SIM, "--cuda-graph", "on", "--fault", "exit@weight_load:code=3")
     assert done.returncode == 1
@@ -150,6 +163,10 @@ def test_a_command_that_is_no_server(place: Place) -> None:
         (["--"], "no command after --"),
         (["--", *SIM[:3], "--model-path", "m", "--cuda-graph", "off"], "nothing in this command can be taken away"),
         (["--from", "/no/such/matrix.json", "cell"], "cannot be read"),
+        (["--probe", "python 'x", "--", "server", "--x"], "--probe python 'x is no command: No closing quotation"),
+        (["--calibrate", "0", "--", "server", "--x"], "--calibrate must be above 0"),
+        (["--parallel", "-2", "--", "server", "--x"], "--parallel must be above 0"),
+        (["--gpus", "virtual:x", "--", "server", "--x"], "gpuserve: --gpus=virtual:x: 'virtual:x' is no GPU"),
     ],
 )
 def test_mistakes_are_one_paragraph(place: Place, words: list[str], text: str) -> None:

@@ -59,6 +59,15 @@ def test_skip_collective_while_serving(start: Any) -> None:
         server.stuck_in(server.rank(number), "recv", "recv", "all_reduce", "forward")
 
 
+def test_garble_changes_the_tokens_and_nothing_else(start: Any) -> None:
+    server = start("--tp", "2", "--fault", "garble@serving:tokens=40:rank=0").ready()
+    first = server.text(max_tokens=16)
+    assert server.text(max_tokens=16) == first
+    server.text(max_tokens=16)
+    assert server.text(max_tokens=16) != first
+    assert server.get("/health").status == 200
+
+
 def test_deaf_after_some_requests(start: Any) -> None:
     server = start("--fault", "deaf@serving:requests=2").ready()
     assert server.text() == server.text()
