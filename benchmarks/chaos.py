@@ -20,6 +20,7 @@ import contextlib
 import json
 import os
 import random
+import re
 import signal
 import subprocess
 import sys
@@ -219,7 +220,10 @@ class Run:
             found = [procfs.process_id(self.process.pid)]
         elif kind == "worker":
             pids = [p for p, s in procfs.snapshot().items() if s.ppid == self.process.pid]
-            found = [procfs.process_id(p) for p in pids if "sys.stdin.readline" in " ".join(procfs.cmdline(p))]
+            words = {p: " ".join(procfs.cmdline(p)) for p in pids}  # pytest-xdist gives a title once tests run
+            found = [
+                procfs.process_id(p) for p in pids if re.search(r"sys\.stdin\.readline|^\[pytest-xdist ", words[p])
+            ]
         elif kind == "watcher":
             found = [procfs.process_id(p) for p, line in self.members().items() if "gpuserve.watch.watcher" in line]
         else:

@@ -142,11 +142,9 @@ def modes(home: Path, names: list[str], figures: dict[str, Any]) -> None:
 
 
 def workers(controller: int) -> list[int]:
-    return [
-        pid
-        for pid, stat in procfs.snapshot().items()
-        if stat.ppid == controller and stat.alive and "sys.stdin.readline" in " ".join(procfs.cmdline(pid))
-    ]
+    """By what they were started with, or by the title that pytest-xdist gives them once tests run."""
+    children = [pid for pid, stat in procfs.snapshot().items() if stat.ppid == controller and stat.alive]
+    return [p for p in children if re.search(r"sys\.stdin\.readline|^\[pytest-xdist ", " ".join(procfs.cmdline(p)))]
 
 
 def owned(home: Path, worker: int) -> list[procfs.ProcessId]:
@@ -166,7 +164,9 @@ def kills(
         run = begin(home, "-p", "no:randomly", "-n4", *names)
         figures["runs"] += 1
         while run.poll() is None and figures["kills"] < wanted:
-            time.sleep(dice.uniform(0.5, 4.0))
+            while run.poll() is None and not leased(home / "leases"):
+                time.sleep(0.02)  # a worker that is still collecting has nothing to leave behind
+            time.sleep(dice.uniform(0.0, 3.0))
             if not (found := workers(run.pid)):
                 continue
             victim = dice.choice(found)

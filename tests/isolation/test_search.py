@@ -57,6 +57,23 @@ def test_flaky_failures_are_found_within_the_budget(q: float, f: float, least: i
     assert right >= least
 
 
+def test_a_false_alarm_is_doubted_after_two_passes() -> None:
+    """The last prefix fails by chance: delta 10 is blamed, and whatever is added to it passes."""
+    planted, alarm = frozenset({7, 11}), frozenset(range(11))
+    alarms = [alarm]
+
+    def answer(deltas: frozenset[int]) -> str:
+        if deltas in alarms:
+            alarms.remove(deltas)
+            return "fail"
+        return "fail" if planted <= deltas else "pass"
+
+    found = drive(search([1.0] * N, others=False), answer)
+    assert not alarms
+    assert (found.status, found.sets) == ("found", (planted,))
+    assert found.launches("search") <= 16, "without a doubt it takes one innocent delta after the other: over 30"
+
+
 def test_the_base_alone_is_asked_first_and_may_be_to_blame() -> None:
     run = search([1.0] * 4)
     assert next(run) == Question(frozenset(), "calibrate", pytest.approx(0.0, abs=0.05))
