@@ -240,7 +240,7 @@ def _run_probe(server: Server, how: Check) -> tuple[Signature, str]:
     """The user's command: 0 passes, 125 cannot tell, anything else fails; a server that hangs or dies says more."""
     values = {"{url}": server.url, "{port}": str(server.port), "{model}": server.model}
     argv = [_fill(word, values) for word in how.argv]
-    env = {**os.environ, "GPUSERVE_URL": server.url, "GPUSERVE_MODEL": server.model}
+    env = {**os.environ, "GPUSERVE_URL": server.url, "GPUSERVE_MODEL": server.model, "GPUSERVE_API_KEY": server.api_key}
     with tempfile.TemporaryFile() as output:
         try:
             child = subprocess.Popen(

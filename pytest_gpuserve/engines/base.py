@@ -13,10 +13,18 @@ from ..vocabulary import Phase, RoleName
 
 @dataclass(frozen=True, slots=True)
 class Launch:
-    """How to start a server: argv (never a shell line) and what to add to the environment (None removes)."""
+    """How to start a server: argv (never a shell line) and what to add to the environment (None removes).
+
+    Attributes:
+        key_variable: environment variable in which the engine takes the API key that its clients must send.
+        key_config: option that names a YAML file of options, for an engine that takes the key in no other private way.
+            With neither, no key is made (server/api_key.py).
+    """
 
     argv: tuple[str, ...]
     env: Mapping[str, str | None] = field(default_factory=dict)
+    key_variable: str | None = None
+    key_config: str | None = None
 
 
 @dataclass(frozen=True, slots=True)

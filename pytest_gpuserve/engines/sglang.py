@@ -178,7 +178,9 @@ class SGLang:
         for axis, value in spec.axes:
             env.update(_axis(axis, value, spec, arguments, install))
         arguments.merge(spec.args)
-        return Launch((*module, *arguments.argv()), {**env, **dict(spec.env)})
+        own_file = not install.has("--config") or arguments.value("--config") is not None
+        argv = (*module, *arguments.argv())
+        return Launch(argv, {**env, **dict(spec.env)}, key_config=None if own_file else "--config")
 
     def ready(self, spec: ServerSpec) -> ReadyProbe:
         """``/health`` makes a token itself, but answers for any traffic: one completion of ours settles it."""

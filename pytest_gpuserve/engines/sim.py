@@ -21,6 +21,7 @@ from .titles import common_role
 
 MODULE: Final = "pytest_gpuserve.sim"
 DEFAULT_MODEL: Final = "sim/toy-128"
+KEY_VARIABLE: Final = "GPUSERVE_SIM_API_KEY"
 
 _DETAILS = {
     "draft_model": "--draft-model-path",
@@ -125,7 +126,7 @@ class Sim:
         env: dict[str, str | None] = {"PYTHONUNBUFFERED": "1", "SPT_NOENV": "1", **dict(spec.env)}
         if path := _python_path(python, env.get("PYTHONPATH") or os.environ.get("PYTHONPATH") or ""):
             env["PYTHONPATH"] = path
-        return Launch(tuple(argv), env)
+        return Launch(tuple(argv), env, key_variable=KEY_VARIABLE)
 
     def _axis(self, axis: str, value: AxisValue) -> dict[str, Scalar]:
         name = "base" if axis == "spec_decode" and value.name in ("off", "none") else value.name

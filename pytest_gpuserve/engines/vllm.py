@@ -188,7 +188,8 @@ class VLLM:
         for axis, value in spec.axes:
             env.update(set_axis(axis, value, spec, arguments, compilation, install))
         arguments.merge(with_compilation(spec, compilation))
-        return Launch((*start, "serve", model, *arguments.argv()), {**env, **dict(spec.env)})
+        argv = (*start, "serve", model, *arguments.argv())
+        return Launch(argv, {**env, **dict(spec.env)}, key_variable="VLLM_API_KEY")
 
     def ready(self, spec: ServerSpec) -> ReadyProbe:
         """``/health`` is static: the first completion, which may compile, is what settles it."""

@@ -92,7 +92,9 @@ def _limited(record: ServerRecord, method: str, path: str, body: str | None, lim
 
 
 def _key(record: ServerRecord) -> dict[str, str]:
-    """The API key that the server was started with."""
+    """The API key that the server was started with; a record of a server that we only attached to has none."""
+    if record.api_key:
+        return record.headers
     options = list(record.argv)
     for position, word in enumerate(options):
         name, equals, value = word.partition("=")

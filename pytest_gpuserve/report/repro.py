@@ -16,7 +16,7 @@ SCHEMA: Final = "gpuserve.launch/1"
 
 _OF_THE_PLACE: Final = re.compile(
     r"PATH|LANG|LC_.*|TZ|CI|TMPDIR|VIRTUAL_ENV|CONDA_PREFIX|PYTHON[A-Z]*|GPUSERVE_.*|PYTEST_XDIST_.*|XDG_CACHE_.*|RANK"
-    r"|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_PORT|OMP_NUM_THREADS|NVIDIA_(?!TF32).*"
+    r"|VLLM_API_KEY|LOCAL_RANK|WORLD_SIZE|LOCAL_WORLD_SIZE|MASTER_PORT|OMP_NUM_THREADS|NVIDIA_(?!TF32).*"
 )
 """Variables that belong to the machine or to us, and not to what is tested."""
 

@@ -126,7 +126,7 @@ class Surroundings:
         for path in paths:
             connection = http.client.HTTPConnection(self._record.host, self._record.port, timeout=1.5)
             with suppress(OSError, http.client.HTTPException, ValueError):
-                connection.request("GET", path)
+                connection.request("GET", path, headers=self._record.headers)
                 answer = connection.getresponse()
                 data = answer.read(_MOST_ANSWER)
                 if answer.status == 200:

@@ -83,7 +83,9 @@ class Taking:
         test = request.test or current_test(record.directory)
         self._scene = Scene(record, self._engine, request.reason, test, request.after)
         self._environment = gather.environment(record)
-        self._redactor = Redactor.of(os.environ, dict(record.spec.env), self._environment, argv=record.argv)
+        self._redactor = Redactor.of(
+            os.environ, dict(record.spec.env), self._environment, {"API_KEY": record.api_key or ""}, argv=record.argv
+        )
         self._stores = open_stores(
             record.directory, artifacts, incident_name(record.spec.id, request.reason), self._redactor
         )

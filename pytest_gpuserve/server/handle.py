@@ -68,6 +68,8 @@ class Server:
         spec: what was asked for.
         model: the name that requests must carry.
         url: ``http://127.0.0.1:PORT``.
+        api_key: what a client of your own must send as bearer token; ``"EMPTY"`` where the server asks for none, since
+            some clients insist on one.
         port: TCP port.
         log_path: its stdout and stderr.
         directory: its raw files.
@@ -89,6 +91,7 @@ class Server:
         self.spec: ServerSpec = record.spec
         self.model = engine.served_model(record.spec)
         self.url = record.url
+        self.api_key = record.api_key or "EMPTY"
         self.port = record.port
         self.log_path = record.log
         self.directory = record.directory
@@ -136,6 +139,7 @@ class Server:
         if self._session is None or self._session_pid != os.getpid():  # a fork must not share its parent's connections
             self._session, self._session_pid = requests.Session(), os.getpid()
             self._session.trust_env = False
+            self._session.headers.update(self.record.headers)
         options.setdefault("timeout", TIMEOUT)
         since = len(self.control.events())
         watched = self._requests.one() if method.upper() == "POST" else nullcontext()

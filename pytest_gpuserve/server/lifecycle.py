@@ -28,6 +28,7 @@ from ..procfs import ProcessId
 from ..spec import ServerSpec
 from ..text import escape
 from . import ports
+from .api_key import authorise
 from .control import Control, sweep_cookie
 from .handle import Server
 from .paths import server_directory
@@ -102,6 +103,8 @@ def start(
             raise ServerStartError(f"server {spec.id} was not started: {why}", verdict="unsupported_arch")
         where = (host, attempt.port.number)
         record = _record(spec, engine, launch, server_directory(parent, spec), where, gpus, python)
+        launch, api_key = authorise(spec, launch, record.directory)
+        record = replace(record, api_key=api_key)
         record.save()
         (record.directory / "markers").mkdir(mode=0o700)
         argv = incident(record.directory, STARTUP_ALARM)

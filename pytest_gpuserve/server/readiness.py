@@ -229,7 +229,8 @@ class _Wait:
         connection = http.client.HTTPConnection(self._record.host, self._record.port, timeout=5.0)
         try:
             data = json.dumps(body).encode() if body is not None else None
-            connection.request(method, path, data, {"Content-Type": "application/json"} if data else {})
+            kind = {"Content-Type": "application/json"} if data else {}
+            connection.request(method, path, data, {**kind, **self._record.headers})
             patience = time.monotonic() + _ANSWER_LIMIT
             while not select.select([connection.sock], [], [], 0.1)[0]:
                 self._check()

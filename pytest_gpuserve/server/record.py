@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -32,6 +32,7 @@ class ServerRecord:
         started: wall clock.
         boot: the kernel's boot id, since pids and start times mean nothing after a reboot or on another machine.
         own_timeout: seconds after which the engine's own watchdog destroys the evidence; None when it has none.
+        api_key: what requests must carry as a bearer token; None: nothing. argv does not show one that we made.
     """
 
     spec: ServerSpec
@@ -51,6 +52,12 @@ class ServerRecord:
     started: float
     boot: str = ""
     own_timeout: float | None = None
+    api_key: str | None = field(default=None, repr=False)
+
+    @property
+    def headers(self) -> dict[str, str]:
+        """What every request to it must carry."""
+        return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
     def save(self) -> None:
         """Write ``server.json``, whole or not at all."""
@@ -80,6 +87,7 @@ class ServerRecord:
             "started": self.started,
             "boot": self.boot,
             "own_timeout": self.own_timeout,
+            "api_key": self.api_key,
         }
 
 
@@ -118,6 +126,7 @@ def load(directory: Path) -> ServerRecord:
             started=found["started"],
             boot=found["boot"],
             own_timeout=found["own_timeout"],
+            api_key=found.get("api_key"),
         )
     except OSError as error:
         raise GpuserveError(f"{directory} is no directory of a server: {path.name}: {error.strerror}.") from error

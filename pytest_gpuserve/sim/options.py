@@ -12,6 +12,7 @@ from .config import MAX_TP, PHASES, Fault, Options
 from .faults import AXES, KINDS, parse_fault
 
 FAULT_VARIABLE = "GPUSERVE_SIM_FAULT"
+KEY_VARIABLE = "GPUSERVE_SIM_API_KEY"
 
 COLD_COMPILE = 2.0
 """Seconds of compilation on ``--jit-cache cold`` where --cold-compile says nothing else."""
@@ -227,7 +228,7 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
         cuda_graph=given.cuda_graph == "on",
         attention_backend=backend,
         axes=tuple(sorted(axes.items())),
-        api_key=given.api_key,
+        api_key=given.api_key or environ.get(KEY_VARIABLE, ""),
         seed=given.seed,
         faults=tuple(faults),
         ignore_term=given.ignore_term,

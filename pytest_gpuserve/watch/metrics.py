@@ -6,6 +6,7 @@ import http.client
 import re
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
@@ -50,7 +51,8 @@ def _number(raw: bytes) -> float:
 class Poller:
     """Asks one server in a thread of its own, so that a wedged front end holds nobody up."""
 
-    def __init__(self, url: str, path: str = "/metrics") -> None:
+    def __init__(self, url: str, path: str = "/metrics", headers: Mapping[str, str] | None = None) -> None:
+        self._headers = {"Connection": "close", **(headers or {})}
         self._parts = urlsplit(url)
         self._path = path
         self._lock = threading.Lock()
@@ -91,7 +93,7 @@ class Poller:
     def _get(self) -> Counters | None:
         connection = http.client.HTTPConnection(self._parts.hostname or "127.0.0.1", self._parts.port, timeout=LIMIT)
         try:
-            connection.request("GET", self._path, headers={"Connection": "close"})
+            connection.request("GET", self._path, headers=self._headers)
             response = connection.getresponse()
             if response.status != 200:
                 return None

@@ -131,7 +131,7 @@ class Watched:
         self.monitor = Monitor(
             Budgets.from_settings(settings.budgets or {}, seen=seen, own_timeout=record.own_timeout), settings.interval
         )
-        self._poller = Poller(record.url) if settings.metrics else None
+        self._poller = Poller(record.url, headers=record.headers) if settings.metrics else None
         self.control = Control(record.directory, record.supervisor)
         self._events = 0
         self.history: deque[Sample] = deque(maxlen=HISTORY)

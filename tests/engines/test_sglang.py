@@ -47,6 +47,11 @@ def test_a_plain_launch(sglang_of: Installs) -> None:
     )
     assert made.env["PYTHONUNBUFFERED"] == "1"
     assert made.env["NCCL_DEBUG"] == "INFO"
+    assert (made.key_variable, made.key_config) == (
+        None,
+        "--config",
+    )  # an option, so in a file of them
+    assert launch(fake, args={"config": "mine.yaml"}).key_config is None  # it takes one file
 
 
 def test_every_axis_is_known() -> None:

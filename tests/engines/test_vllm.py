@@ -33,6 +33,7 @@ def rest(made: Launch) -> list[str]:
 
 def test_a_plain_launch_by_the_script(installs: ModuleType, tmp_path: Path) -> None:
     fake = installs.vllm(tmp_path)
+    assert launch(fake, tp=2).key_variable == "VLLM_API_KEY"
     assert launch(fake, tp=2).argv == (
         *(fake.python, str(tmp_path / "bin" / "vllm"), "serve", "org/tiny", "--served-model-name", "org/tiny"),
         *("--host", "127.0.0.1", "--port", "8100", "--tensor-parallel-size", "2"),
