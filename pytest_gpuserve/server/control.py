@@ -16,6 +16,7 @@ from typing import Any
 from .. import procfs
 from ..errors import ServerError
 from ..procfs import ProcessId
+from . import cgroup
 from .asking import ask_tree
 
 LIMIT = 5.0
@@ -168,17 +169,24 @@ def sweep_cookie(cookie: str, directory: Path | None = None, *, grace: float = 0
     Returns:
         pids of what the kernel would not let die.
     """
-    requests = [end_request(cookie, grace)]
+    group = group_of(Control(directory).events()) if directory else ""
+    requests = [end_request(cookie, grace, group)]
     if directory and (files := noted_files(Control(directory).events())):
         requests.append({"do": "clean", "files": files})
     words, _ = ask_tree(requests, limit)
+    cgroup.remove(group)
     return [int(rest[0]) for word, *rest in words if word == "left"]
 
 
-def end_request(cookie: str, grace: float) -> dict[str, Any]:
-    """For tree.py: end the carriers of a cookie that has no supervisor any more."""
+def end_request(cookie: str, grace: float, group: str = "") -> dict[str, Any]:
+    """For tree.py: end the carriers of a cookie, and who is in a cgroup, that have no supervisor any more."""
     deadline = time.monotonic() + grace
-    return {"do": "end", "supervisor": -1, "root": -1, "cookie": cookie, "deadline": deadline}
+    return {"do": "end", "supervisor": -1, "root": -1, "cookie": cookie, "deadline": deadline, "group": group}
+
+
+def group_of(events: Sequence[Event]) -> str:
+    """The cgroup that a server's supervisor made for it; "": none."""
+    return next((str(event.data["path"]) for event in events if event.kind == "cgroup"), "")
 
 
 def noted_files(events: Sequence[Event]) -> dict[str, str]:

@@ -19,7 +19,15 @@ import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 from functools import partial
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from . import cgroup
+else:  # as a part of a script, or of the package
+    try:
+        from . import cgroup
+    except ImportError:
+        import cgroup
 
 PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
@@ -61,6 +69,7 @@ def spawn(
     stdin: int,
     out: int | str,
     nofile: tuple[int, int],
+    group: str = "",
 ) -> tuple[int, int]:
     """Fork and exec: the pid, and a pipe that tells why exec failed or just closes. It dies with us.
 
@@ -81,6 +90,7 @@ def spawn(
             signal.signal(number, signal.SIG_DFL)
         resource.setrlimit(resource.RLIMIT_NOFILE, nofile)
         prctl(PR_SET_PDEATHSIG, signal.SIGKILL)
+        cgroup.enter(group)
         if os.getppid() != parent:
             os._exit(1)
         log = os.open(out, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o600) if isinstance(out, str) else -1

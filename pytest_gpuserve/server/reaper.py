@@ -21,9 +21,10 @@ from .. import procfs
 from ..errors import GpuserveError
 from ..procfs import ProcessId
 from ..text import one_line
+from . import cgroup
 from . import dead_sessions as dead
 from .asking import ask_tree
-from .control import Control, end_request, noted_files
+from .control import Control, end_request, group_of, noted_files
 from .paths import state_root
 from .record import ServerRecord, load
 
@@ -56,7 +57,7 @@ class Leftover:
         processes: those that carry the cookie, and all below them.
         files: inode and name of what its supervisor noted in /dev/shm and is still there.
         waits: why it is not to be ended now; "" when it is.
-        settled: nothing can come up any more.
+        settled: nothing can come up any more. group: the cgroup that its supervisor made for it.
     """
 
     cookie: str
@@ -65,6 +66,7 @@ class Leftover:
     files: Mapping[str, str] | None = None
     waits: str = ""
     settled: bool = True
+    group: str = ""
 
     @property
     def name(self) -> str:
@@ -167,10 +169,12 @@ def free(leftovers: Sequence[Leftover], *, grace: float = 0.0, limit: float = 10
         return Swept(waiting=waiting)
     carriers = _carriers(deadline)
     todo = [_with_processes(found, carriers) for found in todo]
-    requests = [end_request(found.cookie, grace) for found in todo if found.processes]
+    requests = [end_request(found.cookie, grace, found.group) for found in todo if found.processes]
     if files := {inode: name for found in todo for inode, name in (found.files or {}).items()}:
         requests.append({"do": "clean", "files": files})
     words, complete = ask_tree(requests, max(0.1, deadline - time.monotonic()))
+    for found in todo:
+        cgroup.remove(found.group)
     seen = {process.id: process for found in todo for process in found.processes}
     alive = {id for id in seen if procfs.same(id)}
     shared = {pid for word, *rest in words if word == "shared" for pid in rest}
@@ -227,7 +231,7 @@ def _leftover(record: ServerRecord) -> Leftover | None:
     if "stopped" in kinds and "left" not in kinds and not files:
         return None
     settled = "stopped" in kinds or time.time() - (record.directory / "server.json").stat().st_mtime > _SETTLED
-    return Leftover(record.cookie, record.directory, files=files, settled=settled)
+    return Leftover(record.cookie, record.directory, files=files, settled=settled, group=group_of(events))
 
 
 def _supervised(control: Control) -> bool:
@@ -283,6 +287,9 @@ def _carriers(deadline: float) -> dict[str, list[tuple[ProcessId, str]]]:
 
 def _with_processes(found: Leftover, carriers: Mapping[str, Sequence[tuple[ProcessId, str]]]) -> Leftover:
     commands = dict(carriers.get(found.cookie, ()))
+    for pid in cgroup.members(found.group):  # it has lost its cookie
+        if id := procfs.process_id(pid):
+            commands.setdefault(id, (procfs.cmdline(pid) or ["?"])[0])
     if not commands:
         return replace(found, processes=())
     table = procfs.snapshot()

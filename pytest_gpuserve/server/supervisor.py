@@ -21,12 +21,17 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
+    from . import cgroup
     from .loop import PR_SET_CHILD_SUBREAPER, RESET, Journal, Listener, Loop, Tree, prctl, spawn, stat, watch_folder
+    from .tree import SHARED
 else:  # as a script: its own directory comes first
+    import cgroup
     from loop import PR_SET_CHILD_SUBREAPER, RESET, Journal, Listener, Loop, Tree, prctl, spawn, stat, watch_folder
+    from tree import SHARED
 
 COOKIE, MARK, SHM = "GPUSERVE_COOKIE", "GPUSERVE_ALARM", "/dev/shm"
 PIDFD_SIGNAL_PROCESS_GROUP = 4
+STRIKE = 1.0  # seconds after the deadline: resource trackers have had theirs
 LAST_RESORT = 60.0  # seconds after the deadline: whatever is wrong, the supervisor does not stay for ever
 ALL_GONE, SOME_LEFT, TROUBLE = 0, 3, 4  # exit codes
 
@@ -77,6 +82,7 @@ class Supervisor:
         self.unpinned = False  # there is an owner that no pidfd could be had for
         self.nofile = resource.getrlimit(resource.RLIMIT_NOFILE)
         self.null = os.open(os.devnull, os.O_RDONLY)
+        self.group = ""  # the server's cgroup
         self.code = -1  # ours, once we are done
         self.root = self.root_fd = self.exec_fd = -1
         self.exit_code: int | None = None
@@ -141,6 +147,8 @@ class Supervisor:
                     os.killpg(self.dump.pid, signal.SIGKILL)  # not reaped yet, so still ours
                 self.dumped(None)
         elif self.killing:
+            if self.group and now > self.deadline + STRIKE:
+                self.strike()
             if not self.tree.asked:
                 self.tree.ask("end", **self.whose(), deadline=self.deadline)
             elif now > self.deadline + LAST_RESORT:
@@ -206,8 +214,12 @@ class Supervisor:
     def launch(self) -> None:
         changes = {**self.config["env"], COOKIE: self.config["cookie"]}
         env = {name: value for name, value in {**os.environ, **changes}.items() if value is not None}
+        self.group = cgroup.make(f"{self.me}-{stat(self.me)[0]}-{os.urandom(4).hex()}")
+        if self.group:
+            self.journal.emit("cgroup", path=self.group)
+        cwd, log = self.config["cwd"], self.config["log"]
         self.root, self.exec_fd = spawn(
-            self.config["argv"], env, self.config["cwd"], stdin=self.null, out=self.config["log"], nofile=self.nofile
+            self.config["argv"], env, cwd, stdin=self.null, out=log, nofile=self.nofile, group=self.group
         )
         self.root_start = stat(self.root)[0]
         self.loop.watch(self.exec_fd, self.launched)
@@ -282,7 +294,7 @@ class Supervisor:
                 self.tree.tell({"deadline": deadline})
 
     def whose(self) -> dict[str, object]:
-        return {"supervisor": self.me, "root": self.root, "cookie": self.config["cookie"]}
+        return {"supervisor": self.me, "root": self.root, "cookie": self.config["cookie"], "group": self.group}
 
     def hear(self, word: str, *rest: Any) -> None:
         """What tree.py says."""
@@ -324,6 +336,7 @@ class Supervisor:
 
     def hunt(self, spare: set[int]) -> None:
         """Kill our children, and theirs, which become ours: faster than they can fork."""
+        cgroup.kill(self.group, spare)
         with suppress(OSError, AttributeError, ValueError):
             signal.pidfd_send_signal(self.root_fd, signal.SIGKILL, None, PIDFD_SIGNAL_PROCESS_GROUP)  # Linux >= 6.9
         until, seen = time.monotonic() + 0.05, spare | {self.tree.pid}
@@ -334,7 +347,17 @@ class Supervisor:
             seen |= prey
             self.collect()
 
+    def strike(self) -> None:
+        """tree.py is late (it starves, or is stuck): the kernel kills the whole cgroup, unless a shared daemon is in
+        it. comm can be read of any process, whatever that is stuck in."""
+        for pid in cgroup.members(self.group):
+            with suppress(OSError), open(f"/proc/{pid}/comm") as file:
+                if file.read().strip() in SHARED:
+                    return
+        cgroup.kill(self.group, self.shared)
+
     def finish(self, code: int) -> None:
+        cgroup.remove(self.group)
         self.journal.emit("stopped")
         self.code = code
 

@@ -100,9 +100,11 @@ def below(roots: Iterable[int], processes: Mapping[int, Process], hidden: Collec
     return found
 
 
-def scan(supervisor: int, root: int, cookie: str, skip: Collection[int], dumping: bool) -> list[Member]:
-    """Who is the server's: the descendants of the supervisor (a subreaper), the carriers of exactly this cookie, and
-    their descendants.
+def scan(
+    supervisor: int, root: int, cookie: str, skip: Collection[int], dumping: bool, group: str = ""
+) -> list[Member]:
+    """Who is the server's: the descendants of the supervisor (a subreaper), the carriers of exactly this cookie, who is
+    in the server's own cgroup, and their descendants.
 
     What lives in the supervisor's session or carries the mark is an alarm's: hidden while one runs (``dumping``),
     else a leftover that must go too. Zombies are nobody. ``supervisor`` is -1 where there is none any more.
@@ -110,8 +112,8 @@ def scan(supervisor: int, root: int, cookie: str, skip: Collection[int], dumping
     processes, (_, born, *_) = table(), (*cookie.split(":"), "", "")
     oldest = int(born) if born.isdigit() else 0  # start time of the owner, who made the cookie
     own = {p.pid for p in processes.values() if p.session == supervisor}
-    carriers, marked = set(), set()
-    for pid in processes.keys() - own:
+    carriers, marked = {pid for pid in inside(group) & processes.keys() if processes[pid].start >= oldest}, set()
+    for pid in processes.keys() - own - carriers:
         if processes[pid].start < oldest:
             continue
         entries = look(pid, "environ", skip).split(b"\0")
@@ -128,6 +130,11 @@ def scan(supervisor: int, root: int, cookie: str, skip: Collection[int], dumping
         for pid in members
         if (p := processes[pid])
     ]
+
+
+def inside(group: str) -> set[int]:
+    """Pids in a cgroup of ours; only the server's processes ever got there."""
+    return {int(pid) for pid in read(f"{group}/cgroup.procs").split()} - {0} if group else set()
 
 
 def shm_files(pid: int, skip: Collection[int]) -> dict[int, str]:
@@ -199,26 +206,37 @@ class Requests:
             self.lines.extend(json.loads(line) for line in whole)
 
 
-def journal(_: Requests, *, supervisor: int, root: int, cookie: str, skip: list[int]) -> None:
+def journal(_: Requests, *, supervisor: int, root: int, cookie: str, skip: list[int], group: str = "") -> None:
     """``["shm", inode, name]`` for each file in /dev/shm that the server maps or has open."""
-    for member in scan(supervisor, root, cookie, skip, dumping=True):
+    for member in scan(supervisor, root, cookie, skip, True, group):
         for inode, name in () if member.shared else shm_files(member.pid, skip).items():
             say("shm", inode, name)
 
 
-def end(requests: Requests, *, supervisor: int, root: int, cookie: str, skip: list[int], deadline: float) -> None:
+def end(
+    requests: Requests,
+    *,
+    supervisor: int,
+    root: int,
+    cookie: str,
+    skip: list[int],
+    deadline: float,
+    group: str = "",
+) -> None:
     """End the server's processes: SIGTERM to the root, to the others once it is gone or half of the time is over;
     SIGKILL at ``deadline``; look and kill again until nothing is left, resource trackers last.
 
     While it runs, a line ``{}`` means that something died, ``{"deadline": t}`` that it must be done earlier. Says
     ``["shm", ...]`` as journal does, ``["shared", pid...]`` who is spared, ``["hunt", pid...]`` when killing does not
-    keep up with forking (the pids are trackers that have time yet), and ``["left", pid, state]`` for what the kernel
-    would not let die in 15 s.
+    keep up with forking, or the kernel can kill all in one step (the pids are trackers that have time yet), and
+    ``["left", pid, state]`` for what the kernel would not let die in 15 s.
     """
+    with suppress(OSError):  # as the supervisor: what forks without end must not starve us
+        os.setpriority(os.PRIO_PROCESS, 0, -10)
     half, asked, struck = (time.monotonic() + deadline) / 2, set[int](), set[int]()
     first = trackers_until = 0.0
     rounds = 0
-    while members := scan(supervisor, root, cookie, skip, dumping=False):
+    while members := scan(supervisor, root, cookie, skip, False, group):
         say("shared", *(member.pid for member in members if member.shared))
         rest = [member for member in members if not member.shared]
         if not rest:
@@ -240,7 +258,7 @@ def end(requests: Requests, *, supervisor: int, root: int, cookie: str, skip: li
                 trackers_until = now + TRACKER_TIME
             prey = others if now < trackers_until else rest
             send(signal.SIGKILL, prey)
-            if rounds > 3 and any(member.pid not in struck for member in prey):
+            if group or (rounds > 3 and any(member.pid not in struck for member in prey)):
                 say("hunt", *(member.pid for member in rest if member not in prey))
             struck.update(member.pid for member in prey)
             if now > first + GIVE_UP:

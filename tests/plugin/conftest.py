@@ -9,7 +9,7 @@ import subprocess
 import sys
 import time
 import xml.etree.ElementTree as ET
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from inspect import cleandoc
 from pathlib import Path
 from typing import Any
@@ -49,15 +49,15 @@ class Project:
             patch.setenv("PYTEST_DISABLE_PLUGIN_AUTOLOAD", "1")
             return self.pytester.runpytest_inprocess("-p", "gpuserve", *arguments)
 
-    def run(self, *arguments: str, timeout: float = 150) -> pytest.RunResult:
-        """Run in a process of its own, in the order of the files."""
-        return self.wait(self.start("-p", "no:randomly", *arguments), timeout)
+    def run(self, *arguments: str, timeout: float = 150, before: Sequence[str] = ()) -> pytest.RunResult:
+        """Run in a process of its own, in the order of the files; ``before``: a command that starts it."""
+        return self.wait(self.start("-p", "no:randomly", *arguments, before=before), timeout)
 
-    def start(self, *arguments: str) -> subprocess.Popen[bytes]:
+    def start(self, *arguments: str, before: Sequence[str] = ()) -> subprocess.Popen[bytes]:
         """Start a run and come back at once; its output goes to out.txt and err.txt."""
         with (self.path / "out.txt").open("wb") as out, (self.path / "err.txt").open("wb") as err:
             return subprocess.Popen(
-                [sys.executable, "-m", "pytest", *arguments],
+                [*before, sys.executable, "-m", "pytest", *arguments],
                 cwd=self.path,
                 env=self.environment,
                 stdin=subprocess.DEVNULL,

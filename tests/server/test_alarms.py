@@ -176,6 +176,7 @@ def test_requests_that_make_no_sense_are_refused(serve: Any) -> None:
 def test_events_are_lines_of_json_with_both_clocks(serve: Any) -> None:
     server = serve()
     lines = [json.loads(line) for line in (server.directory / "events.jsonl").read_text().splitlines()]
+    lines = [line for line in lines if line["event"] != "cgroup"]  # only where this user may make one
     assert [line["event"] for line in lines] == ["armed", "started", "disarmed"]
     assert all(abs(line["time"] - time.time()) < 60 for line in lines)
     assert all(abs(line["monotonic"] - time.monotonic()) < 60 for line in lines)

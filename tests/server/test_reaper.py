@@ -179,6 +179,7 @@ def test_a_pid_that_was_used_again(own: Any, tagged: Any, state: Path) -> None:
     owner, directory = own("ignore-term", "escape")
     kill(directory, owner)
     record = load(directory)
+    escaped = set(tagged.alive())
     with decoy("now has the number") as heir:
         start = record.owner.start
         cookie = f"{heir.pid}:{start}:{uuid.uuid4().hex}"
@@ -189,7 +190,8 @@ def test_a_pid_that_was_used_again(own: Any, tagged: Any, state: Path) -> None:
         (heirs / directory.name / "server.json").write_text(json.dumps(found))
         with decoy("left", GPUSERVE_COOKIE=cookie) as left:
             swept = reaper.sweep_dead_sessions(30.0)
-            assert [seen.id.pid for seen in swept.ended] == [left.pid]
+            ended = {seen.id.pid for seen in swept.ended}
+            assert ended in ({left.pid}, {left.pid, *escaped})  # by the server's cgroup, where it has one
         assert heir.poll() is None
 
 

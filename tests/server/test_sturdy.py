@@ -214,13 +214,13 @@ def test_it_idles(tmp_path: Path) -> None:
     process.stdout.close()
 
 
-@pytest.mark.parametrize("name", ["supervisor", "loop", "tree"])
+@pytest.mark.parametrize("name", ["supervisor", "loop", "tree", "cgroup"])
 def test_standard_library_only(name: str) -> None:
     """They run with -S -E, before and after everything else: nothing of the package, nothing slow."""
     code = f"import sys; sys.path.insert(0, {str(SERVER)!r}); import {name}; print(*sys.modules)"
     done = subprocess.run([sys.executable, "-S", "-E", "-c", code], capture_output=True, text=True, check=True)
     loaded = {module.partition(".")[0] for module in done.stdout.split()}
-    assert loaded <= sys.stdlib_module_names | {"supervisor", "loop", "tree", "__main__"}
+    assert loaded <= sys.stdlib_module_names | {"supervisor", "loop", "tree", "cgroup", "__main__"}
     assert not loaded & {"pathlib", "subprocess", "asyncio", "inspect", "threading_", "logging"}
 
 

@@ -114,6 +114,29 @@ def breed():
         os._exit(0)
 
 
+def many(count):
+    for _ in range(count):
+        if os.fork() == 0:
+            signal.signal(signal.SIGTERM, signal.SIG_IGN)
+            time.sleep(300)
+            os._exit(0)
+
+
+def bomb(group):
+    """Forks without end, in ever new sessions, as many as a cgroup allows."""
+    if os.fork() == 0:
+        with open(f"{group}/cgroup.procs", "w") as file:
+            file.write("0")
+        end = time.monotonic() + 60
+        while time.monotonic() < end:
+            try:
+                if os.fork() == 0:
+                    os.setsid()
+            except OSError:
+                time.sleep(0.001)
+        os._exit(0)
+
+
 def half_dead():
     """A process whose first thread has exited: the kernel calls it a zombie, but it runs."""
     thread = "threading.Thread(target=time.sleep, args=(300,)).start(); ctypes.CDLL(None).syscall(60, 0)"
@@ -182,6 +205,10 @@ if __name__ == "__main__":
             half_dead()
         elif name == "hop":
             hop(value)
+        elif name == "many":
+            many(int(value))
+        elif name == "bomb":
+            bomb(value)
         elif name == "breed":
             breed()
         elif name == "shm":
