@@ -1,0 +1,154 @@
+"""Mutation testing of the algorithms that decide: which small changes of the code does no test notice?
+
+    python benchmarks/mutants.py [FILE...] [--sample N] [--seed 1] [--json FILE]
+
+Default: diagnose/merge.py, isolation/search.py and isolation/conclude.py, each against the tests of its own. One change
+at a time, in a copy of the package: a comparison turned round or made strict, ``and`` for ``or``, a condition negated,
+a number one larger, an operator exchanged, a statement left out. Prints the survivors; each is to be killed by a test,
+or explained in docs/guarantees.md. Exit code 1 when there are any.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import copy
+import json
+import os
+import random
+import shutil
+import subprocess
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).parent.parent
+TESTS = {
+    "diagnose/merge.py": ("tests/diagnose/test_merge.py", "tests/diagnose/test_verdict.py"),
+    "isolation/search.py": ("tests/isolation/test_search.py",),
+    "isolation/conclude.py": ("tests/isolation/test_conclude.py",),
+}
+COMPARISONS: dict[type[ast.cmpop], tuple[type[ast.cmpop], ...]] = {
+    ast.Lt: (ast.LtE, ast.GtE),
+    ast.LtE: (ast.Lt, ast.Gt),
+    ast.Gt: (ast.GtE, ast.LtE),
+    ast.GtE: (ast.Gt, ast.Lt),
+    ast.Eq: (ast.NotEq,),
+    ast.NotEq: (ast.Eq,),
+    ast.In: (ast.NotIn,),
+    ast.NotIn: (ast.In,),
+    ast.Is: (ast.IsNot,),
+    ast.IsNot: (ast.Is,),
+}
+OPERATORS: dict[type[ast.operator], type[ast.operator]] = {
+    ast.Add: ast.Sub,
+    ast.Sub: ast.Add,
+    ast.Mult: ast.Div,
+    ast.Div: ast.Mult,
+    ast.BitOr: ast.BitAnd,
+    ast.BitAnd: ast.BitOr,
+}
+
+
+def changes(node: ast.AST) -> Iterator[ast.AST]:
+    """Nodes that may stand in the place of this one."""
+    if isinstance(node, ast.Compare) and len(node.ops) == 1:
+        for other in COMPARISONS.get(type(node.ops[0]), ()):
+            yield ast.Compare(node.left, [other()], node.comparators)
+    elif isinstance(node, ast.BoolOp):
+        yield ast.BoolOp(ast.Or() if isinstance(node.op, ast.And) else ast.And(), node.values)
+    elif isinstance(node, ast.BinOp) and type(node.op) in OPERATORS:
+        yield ast.BinOp(node.left, OPERATORS[type(node.op)](), node.right)
+    elif isinstance(node, ast.UnaryOp) and isinstance(node.op, ast.Not):
+        yield node.operand
+    elif isinstance(node, (ast.If, ast.IfExp)):
+        changed = copy.copy(node)
+        changed.test = ast.UnaryOp(ast.Not(), node.test)
+        yield changed
+    elif isinstance(node, ast.Constant) and type(node.value) in (int, float):
+        yield ast.Constant(node.value + 1)
+    elif isinstance(node, ast.Constant) and isinstance(node.value, bool):
+        yield ast.Constant(not node.value)
+    elif isinstance(node, (ast.AugAssign, ast.Continue, ast.Break)) or (
+        isinstance(node, ast.Expr) and isinstance(node.value, ast.Call)
+    ):
+        yield ast.Pass()
+
+
+class Replace(ast.NodeTransformer):
+    def __init__(self, old: ast.AST, new: ast.AST) -> None:
+        self.old, self.new = old, new
+
+    def visit(self, node: ast.AST) -> ast.AST:
+        if node is self.old:
+            return ast.copy_location(self.new, node)
+        return super().visit(node)
+
+
+def mutants(source: str) -> Iterator[tuple[int, str, str]]:
+    """Line, what was changed, and the whole changed source."""
+    count = sum(1 for node in ast.walk(ast.parse(source)) for _ in changes(node))
+    for wanted in range(count):
+        tree = ast.parse(source)  # anew: a change shares nodes with what it replaces
+        number = 0
+        for node in list(ast.walk(tree)):
+            for new in changes(node):
+                if number == wanted:
+                    before = ast.unparse(node).splitlines()[0]
+                    after = ast.unparse(ast.fix_missing_locations(ast.copy_location(new, node))).splitlines()[0]
+                    whole = ast.unparse(ast.fix_missing_locations(Replace(node, new).visit(tree)))
+                    yield getattr(node, "lineno", 0), f"{before}  ->  {after}", whole
+                number += 1
+
+
+def noticed(copy_of: Path, tests: tuple[str, ...], limit: float) -> bool:
+    """Whether a test fails, or none ends in time."""
+    words = [sys.executable, "-m", "pytest", "-x", "-q", "-p", "no:cacheprovider", "-p", "no:randomly", *tests]
+    env = {**os.environ, "PYTHONPATH": str(copy_of), "PYTHONDONTWRITEBYTECODE": "1"}
+    try:
+        done = subprocess.run(words, cwd=copy_of, env=env, capture_output=True, timeout=limit, check=False)
+    except subprocess.TimeoutExpired:
+        return True
+    return done.returncode != 0
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("files", nargs="*", default=list(TESTS), help="below pytest_gpuserve/")
+    parser.add_argument("--sample", type=int, default=0, help="so many mutants of each file; 0: all")
+    parser.add_argument("--seed", type=int, default=1)
+    parser.add_argument("--limit", type=float, default=300.0, help="seconds for the tests of one mutant")
+    parser.add_argument("--json", type=Path)
+    options = parser.parse_args()
+    dice, tried, survivors = random.Random(options.seed), 0, list[str]()
+    with tempfile.TemporaryDirectory(prefix="mutants-") as name:
+        place = Path(name)
+        for part in ("pytest_gpuserve", "tests", "benchmarks"):
+            shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
+        for file in ("conftest.py", "pyproject.toml"):
+            shutil.copy(ROOT / file, place / file)
+        for file in options.files:
+            target = place / "pytest_gpuserve" / file
+            source = target.read_text()
+            if noticed(place, TESTS[file], options.limit):
+                print(f"the tests of {file} fail without a change")
+                return 2
+            found = list(mutants(source))
+            chosen = sorted(dice.sample(found, min(options.sample or len(found), len(found))))
+            for line, what, changed in chosen:
+                target.write_text(changed)
+                tried += 1
+                if not noticed(place, TESTS[file], options.limit):
+                    survivors.append(f"{file}:{line}: {what}")
+                    print(survivors[-1], flush=True)
+            target.write_text(source)
+            print(f"{file}: {len(chosen)} of {len(found)} mutants tried", flush=True)
+    print(f"{tried} mutants, {len(survivors)} survived")
+    if options.json:
+        options.json.write_text(json.dumps({"tried": tried, "survivors": survivors}, indent=1) + "\n")
+    return 1 if survivors else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
