@@ -196,21 +196,27 @@ class ServerSpec:
                 f"{source}: args sets {port!r}, and a server elsewhere than at the port that is held for it would be "
                 f"waited for in vain. Take it out: a free port is chosen, and server.port says which."
             )
-        if bad := next((k for k in env if not k or "=" in k), None):
+        if (bad := next((k for k in env if not k or "=" in k), None)) is not None:
             raise SpecError(f"{source}: env has the name {bad!r}, which no variable can have.")
-        if bad := next((w for w in (*map(str, command), *map(str, (*env, *env.values()))) if "\0" in w), None):
-            raise SpecError(f"{source}: {bad!r} has a NUL character, which no argument and no variable can have.")
+        texts = {key: _text(values.get(key), key, source) for key in ("model", "ready", "python", "cwd")}
+        lists = (("command", command), ("args", (*args, *args.values())), ("env", (*env, *env.values())))
+        for key, words in (*lists, *((key, (text or "",)) for key, text in texts.items())):
+            if (bad := next((word for word in map(str, words) if not _can_be_passed(word)), None)) is not None:
+                raise SpecError(
+                    f"{source}: {key} has {bad!r}: NUL, and what this machine's encoding cannot say, is in no "
+                    f"argument and no variable of a program."
+                )
         return cls(
             engine=engine,
-            model=_text(values.get("model"), "model", source),
+            model=texts["model"],
             tp=tp,
             axes=_sort_axes(axes),
             args=tuple(sorted(args.items())),
             env=tuple(sorted((k, "" if v is None else str(v)) for k, v in env.items())),
             command=tuple(map(str, command)),
-            ready=_text(values.get("ready"), "ready", source),
-            python=_text(values.get("python"), "python", source),
-            cwd=_text(values.get("cwd"), "cwd", source),
+            ready=texts["ready"],
+            python=texts["python"],
+            cwd=texts["cwd"],
             uses_gpus=uses_gpus,
         )
 
@@ -239,6 +245,14 @@ def _text(value: object, key: str, source: str) -> str | None:
     if hasattr(value, "__fspath__"):
         return str(value)
     raise SpecError(f"{source}: {key} must be text, not {value!r}.")
+
+
+def _can_be_passed(word: str) -> bool:
+    """Whether the kernel takes it in argv or an environment (bytes that are no UTF-8 it does, as surrogates)."""
+    try:
+        return b"\0" not in os.fsencode(word)
+    except UnicodeEncodeError:
+        return False
 
 
 def _scalars(value: object, key: str, source: str) -> dict[str, Scalar]:

@@ -18,7 +18,9 @@ _BUILDS: Final = ("compile", "autotune", "cuda_graph", "draft_cuda_graph", "warm
 _FEW: Final = 5
 _TEST: Final = re.compile(r"\S+\.py::\w\S*|test_\w+ \([\w.]+\)(?: \.\.\.)?")
 _STALL: Final = "a log cannot tell slow from hung: gpuserve dump on the live server takes the stacks of every rank"
-_UNKNOWN: Final = "nothing in the log tells which engine wrote it, or what became of it: name the engine with --engine"
+_UNKNOWN: Final = (
+    "nothing in the log tells which engine wrote it, or what became of it: name it with gpuserve explain --engine"
+)
 _JIT: Final = (
     "kernels may be building: a compiler (nvcc, cicc, ptxas, ninja) among the server's children means slow, "
     "none means a lock left behind by a dead build"

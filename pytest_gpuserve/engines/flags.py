@@ -19,7 +19,7 @@ from typing import Any, Final
 
 from ..errors import EngineError
 from ..spec import ServerSpec
-from ..text import one_line
+from ..text import escape, one_line
 
 HELP_LIMIT: Final = 300.0
 """Seconds that ``--help`` may take: it imports torch, from a cold disk perhaps."""
@@ -193,9 +193,24 @@ def version_of(engine: str, spec: ServerSpec, python: str) -> tuple[str, str] | 
 def _facts(engine: str, spec: ServerSpec, python: str, sources: Sequence[str], script: bool) -> dict[str, Any] | None:
     env = {**os.environ, **dict(spec.env)}
     argv = [python, "-c", _PROBE, engine, " ".join(sources), "script" if script else "module"]
-    output = ask(argv, env, spec.cwd, _PROBE_LIMIT, engine, python)
-    facts = json.loads(output.strip().splitlines()[-1]) if output.strip() else None
+    facts = last_json(ask(argv, env, spec.cwd, _PROBE_LIMIT, engine, python), python)
     return facts if isinstance(facts, dict) else None
+
+
+def last_json(output: str, python: str) -> Any:
+    """What an interpreter printed last; site hooks may have printed before. None when it printed nothing.
+
+    Raises:
+        EngineError: it is no JSON, so that was no Python.
+    """
+    last = "".join(output.strip().splitlines()[-1:])
+    try:
+        return json.loads(last) if last else None
+    except ValueError:
+        raise EngineError(
+            f"{python} does not answer as a Python interpreter does: it printed {one_line(last, 100)!r}. Correct "
+            f"python= in the gpuserve mark or --gpuserve-python."
+        ) from None
 
 
 def cache_root() -> Path:
@@ -226,9 +241,10 @@ def ask(argv: Sequence[str], env: Mapping[str, str], cwd: str | None, limit: flo
                 stderr=err,
                 start_new_session=True,
             )
-        except OSError as error:
+        except (OSError, ValueError) as error:  # a ValueError: NUL, or text that no file name can be
+            why = error.strerror if isinstance(error, OSError) else one_line(str(error), 100)
             raise EngineError(
-                f"cannot run {python}: {error.strerror}. Correct python= in the gpuserve mark or --gpuserve-python."
+                f"cannot run {escape(python)}: {why}. Correct python= in the gpuserve mark or --gpuserve-python."
             ) from None
         try:
             code = child.wait(limit)
@@ -245,7 +261,7 @@ def ask(argv: Sequence[str], env: Mapping[str, str], cwd: str | None, limit: flo
         err.seek(max(0, err.seek(0, os.SEEK_END) - 4096))
         if code:
             tail = [line for line in err.read().decode(errors="replace").splitlines() if line.strip()][-1:]
-            said = one_line("".join(tail), 300)
+            said = one_line("".join(tail), 300).rstrip(".")
             raise EngineError(
                 f"{engine} could not tell its flags: {python} exited with code {code}{': ' + said if said else ''}. "
                 f"Its server would not start either; mend the installation, or name another interpreter with python=."

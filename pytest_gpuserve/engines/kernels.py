@@ -22,7 +22,7 @@ from ..errors import EngineError
 from ..spec import ServerSpec
 from .base import Engine
 from .fatbin import Arch, Capability, DeviceCode, read
-from .flags import ask, cache_root
+from .flags import ask, cache_root, last_json
 
 _LIMIT: Final = 60.0
 _WHERE: Final = r"""
@@ -121,8 +121,8 @@ def _folders(
 ) -> Mapping[str, Sequence[str]]:
     """Where an interpreter finds packages; asked once a process (``path``: PYTHONPATH, which decides it too)."""
     output = ask([python, "-c", _WHERE, *packages], {**os.environ, **dict(env)}, cwd, _LIMIT, engine, python)
-    found: dict[str, list[str]] = json.loads(output.strip().splitlines()[-1])
-    return found
+    found = last_json(output, python)
+    return found if isinstance(found, dict) else {}
 
 
 def purposes(

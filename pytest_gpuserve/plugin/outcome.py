@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ..errors import ServerError
+from ..errors import GpuserveError, ServerError
 from ..text import escape
 from .bundles import fill
 from .evidence import MANUAL, SESSION_ALARM, TEST_ALARM
@@ -39,7 +39,7 @@ class Outcome:
             state.clock.halt()  # the phase is over: a teardown, or the next attempt, starts the clock afresh
         slots = state.pool.touched if state.pool is not None else ()
         self._findings = [(slot, found) for slot in slots if (found := self._take(slot)) is not None]
-        if call.excinfo is not None and isinstance(call.excinfo.value, ServerError):
+        if call.excinfo is not None and isinstance(call.excinfo.value, GpuserveError):
             _end_in_their_code(call.excinfo.value, call.excinfo.tb)
         if call.when == "setup" and call.excinfo is None:
             item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in _PROPERTIES]
@@ -192,7 +192,7 @@ def _read(incident: str) -> dict[str, Any]:
     return found if isinstance(found, dict) else {}
 
 
-def _end_in_their_code(error: ServerError, traceback: TracebackType) -> None:
+def _end_in_their_code(error: GpuserveError, traceback: TracebackType) -> None:
     """End a traceback where the user called us: what is behind that, and the client's own errors, the message tells."""
     error.__cause__, error.__suppress_context__ = None, True
     last: TracebackType | None = None

@@ -67,7 +67,8 @@ def open_log(state: State) -> ResultsLog | None:
     try:
         return ResultsLog(state.settings.artifacts, session, Redactor.of(os.environ))
     except OSError as error:
-        state.ledger.trouble(f"results.jsonl cannot be written in {state.settings.artifacts}: {error.strerror}")
+        where = f"{state.settings.artifacts} (--gpuserve-artifacts)"
+        state.ledger.trouble(f"results.jsonl cannot be written in {where}: {error.strerror}")
         return None
 
 

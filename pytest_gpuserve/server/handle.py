@@ -19,7 +19,7 @@ from .control import Control, Event, SupervisorGoneError
 from .inflight import Requests
 from .ports import Port
 from .prometheus import Sample, parse_metrics
-from .readiness import EXITED, exit_text, incidents, log_tail, lost_supervisor, settle, shown_tail, why_it_exited
+from .readiness import EXITED, Why, exit_text, incidents, log_tail, lost_supervisor, post_mortem, settle, shown_tail
 from .record import ServerRecord, processes
 
 if TYPE_CHECKING:
@@ -109,7 +109,8 @@ class Server:
         self._session_pid = 0
         self._stopped = False
         self._spared_at = float("-inf")
-        self._post_mortem, self._asked_why = threading.Lock(), False
+        self._post_mortem = threading.Lock()
+        self._why: Why | None = None
         self._requests = Requests(record.directory)
 
     def __repr__(self) -> str:
@@ -204,12 +205,11 @@ class Server:
     def _exited(self, code: int) -> ServerExitedError:
         """It ended by itself. The first who asks takes the incident: what died, and why."""
         with self._post_mortem:
-            if not self._asked_why:
-                self._asked_why = True
-                with suppress(ServerError, OSError):
-                    self.dump(EXITED)
-        why = why_it_exited(self.record)
-        text = f"server {self.spec.id} {exit_text(code)}. {why.text.strip()}"
+            if self._why is None:
+                limit = self._dump_limit + _GIVE_UP
+                self._why = post_mortem(self.record, self.control, lambda: self.dump(EXITED), limit)
+        why = self._why
+        text = f"server {self.spec.id} {exit_text(code)}. {why.told()}"
         return ServerExitedError(text, verdict=why.verdict, incident=why.incident)
 
     def _hung(self, name: str) -> ServerHungError:

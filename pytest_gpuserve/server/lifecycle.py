@@ -285,7 +285,7 @@ class _Attempt:
 def _no_program(record: ServerRecord, what: str) -> EngineError:
     return EngineError(
         f"{record.spec.id} cannot be started: {escape(what)}. Its command is {escape(' '.join(record.argv), 300)}; "
-        f"change command, python or cwd in the gpuserve mark, or install the engine."
+        f"change command, args, env, python or cwd in the gpuserve mark, or install the engine."
     )
 
 

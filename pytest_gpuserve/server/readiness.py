@@ -85,20 +85,44 @@ def incidents(directory: Path) -> list[dict[str, Any]]:
 class Why:
     """Of a server that exited by itself: the verdict and cause of its last incident, and the end of its log."""
 
-    text: str
+    tail: str
+    cause: str = ""
     verdict: str = "crash"
     incident: str | None = None
 
+    def told(self, advice: str = "") -> str:
+        """The cause, then ``advice``, then where it can be seen."""
+        evidence = f"\nEvidence: {self.incident}" if self.incident else ""
+        return " ".join(filter(None, (self.cause, advice, self.tail))) + evidence
 
-def why_it_exited(record: ServerRecord) -> Why:
-    """What is known; without an incident, the end of the log alone."""
+
+def why_it_exited(record: ServerRecord, reason: str = EXITED) -> Why:
+    """What the last incident for ``reason`` knows; without one, the end of the log alone."""
     tail = shown_tail(record.log)
-    found = [entry for entry in incidents(record.directory) if entry.get("reason") == EXITED]
+    found = [entry for entry in incidents(record.directory) if entry.get("reason") == reason]
     if not found:
         return Why(tail)
     said, directory, verdict = str(found[-1].get("text") or ""), found[-1].get("incident"), found[-1].get("verdict")
-    text = f"{said.splitlines()[0] if said else ''} {tail}\nEvidence: {directory}"
-    return Why(text, str(verdict) if verdict in _EXITS else "crash", directory)
+    cause = said.splitlines()[0] if said else ""
+    return Why(tail, cause, str(verdict) if verdict in _EXITS else "crash", directory)
+
+
+def post_mortem(record: ServerRecord, control: Control, dump: Callable[[], object], limit: float) -> Why:
+    """Why a server exited by itself, by the incident that ``dump`` takes, or that of an alarm which went off just
+    then. What is armed is disarmed: nobody is left to be ended, and a second incident would only take time."""
+    with suppress(GpuserveError, OSError):
+        for name in control.status()["armed"]:
+            control.disarm(name)
+        settle(control, 0, limit)
+        if _went_off_since_exit(control) is None:
+            dump()
+    return why_it_exited(record, _went_off_since_exit(control) or EXITED)
+
+
+def _went_off_since_exit(control: Control) -> str | None:
+    events = control.events()
+    exited = next((n for n, event in enumerate(events) if event.kind == "exited"), len(events))
+    return next((str(event.data.get("name")) for event in events[exited:] if event.kind == "fired"), None)
 
 
 def settle(control: Control, since: int, limit: float) -> None:
@@ -279,10 +303,10 @@ class _Wait:
     def _exited(self, what: str) -> ServerStartError:
         """It exited by itself: the incident may know which rank died first, and why."""
         after = time.monotonic() - self._begun
-        with suppress(GpuserveError, OSError):
-            self._w.post_mortem()
-        why = why_it_exited(self._record)
-        return self._error(what, why.verdict, why.text, why.incident, after)
+        why = post_mortem(self._record, self._w.control, self._w.post_mortem, self._w.incident_limit)
+        command = escape(" ".join(self._record.argv), 300)
+        advice = f"Its command was {command}; the gpuserve mark decides it (engine, model, command, args, env, python)."
+        return self._error(what, why.verdict, why.told(advice), why.incident, after)
 
     def _ended_by_alarm(self, alarm: str) -> None:
         """The start-up budget is over, or the watcher saw no progress: the incident says what is wrong."""

@@ -173,6 +173,19 @@ class TestTrouble:
         with pytest.raises(EngineError, match=r"cannot run /no/python: No such file .*--gpuserve-python"):
             installed("sglang", ServerSpec("sglang"), "/no/python", ("x",), sources=(), must_have="--x")
 
+    @pytest.mark.parametrize(
+        ("python", "text"),
+        [
+            ("/bin/echo", r"/bin/echo does not answer as a Python interpreter does: it printed 'sglang .*python="),
+            ("/bin/cat", r"/bin/cat exited with code 1.*python="),
+            ("py\0thon", r"cannot run py\\x00thon: embedded null byte. Correct python="),
+            ("/etc", r"cannot run /etc: Permission denied. Correct python="),
+        ],
+    )
+    def test_an_interpreter_that_is_none(self, python: str, text: str) -> None:
+        with pytest.raises(EngineError, match=text):
+            installed("sglang", ServerSpec("sglang"), python, ("x",), sources=(), must_have="--x")
+
     def test_help_fails(self, installs: ModuleType, tmp_path: Path) -> None:
         fake = installs.sglang(tmp_path, main="raise SystemExit('libcuda.so.1: cannot open \\x1b[31m')")
         with pytest.raises(

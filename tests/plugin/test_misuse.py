@@ -4,8 +4,11 @@ from __future__ import annotations
 
 from fnmatch import fnmatch
 from inspect import cleandoc
+from types import SimpleNamespace
 
 import pytest
+
+from pytest_gpuserve.plugin.session_results import open_log
 
 pytestmark = pytest.mark.usefixtures("toys")
 
@@ -273,3 +276,12 @@ def test_skip_option_skips_exactly_the_tests_with_a_server(project):
     result = project.here("--gpuserve=skip", "-rs")
     result.assert_outcomes(passed=1, skipped=2)
     result.stdout.fnmatch_lines(["SKIPPED *test_it.py:3: needs a server, and --gpuserve=skip starts none"])
+
+
+def test_artifacts_that_cannot_be_written_name_their_option(tmp_path):
+    (tmp_path / "file").touch()
+    said = []
+    settings = SimpleNamespace(artifacts=tmp_path / "file")
+    state = SimpleNamespace(settings=settings, config=object(), ledger=SimpleNamespace(trouble=said.append))
+    assert open_log(state) is None
+    assert said == [f"results.jsonl cannot be written in {tmp_path}/file (--gpuserve-artifacts): File exists"]

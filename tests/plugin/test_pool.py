@@ -87,14 +87,19 @@ def test_caught(gpuserve_pool):
 
 def test_not_caught(gpuserve_pool):
     gpuserve_pool.get(engine="command", command=["sh", "-c", "exit 4", "{port}"])
+
+def test_a_mistake(gpuserve_pool):
+    gpuserve_pool.get(engine="sim", tpp=2)
 """
     )
     result = project.run()
-    result.assert_outcomes(passed=1, failed=1)
+    result.assert_outcomes(passed=1, failed=2)
+    result.stdout.fnmatch_lines([">   *gpuserve_pool.get(engine=*", "E *SpecError: gpuserve_pool.get: unknown option*"])
     result.stdout.fnmatch_lines(
         [">   *gpuserve_pool.get(engine=*", "E *ServerStartError: server command-tp1 exited with code 4*"]
     )
     assert "pool.py" not in result.stdout.str()
+    assert "spec.py" not in result.stdout.str()
     project.assert_nothing_left()
 
 

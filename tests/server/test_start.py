@@ -97,6 +97,8 @@ def test_an_exit_is_told_at_once(serve: Any, tagged: Any, what: str, text: str) 
     assert text in str(caught.value)
     assert caught.value.verdict == "crash"
     assert "first words" in str(caught.value)
+    assert "serve.py" in str(caught.value)
+    assert "the gpuserve mark decides it (engine, model, command, args" in str(caught.value)
     assert tagged.alive() == {}
     if what.startswith("exit-after"):
         assert "last words" in str(caught.value)
