@@ -27,6 +27,8 @@ napoleon_attr_annotations = False
 python_use_unqualified_type_names = True
 nitpicky = False
 
+smartquotes = False  # options and code words are pasted
+
 html_theme = "furo"
 html_title = f"pytest-gpuserve {version}"
 html_static_path = ["_static"]

@@ -7,7 +7,7 @@ import json
 import os
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -154,10 +154,24 @@ def _by_number(number: int, kind: str) -> Target:
         raise GpuserveError(f"{what} {number} on this machine.")
     table = procfs.snapshot()
     tops = [number] if stat is not None else sorted(listeners)
+    ours = [os.getpid(), *_ancestors(os.getpid(), table)]
+    if above := next((top for top in tops if top in ours), None):
+        raise GpuserveError(
+            f"process {above} ({one_line(' '.join(procfs.cmdline(above)) or 'unknown', 60)}) is this command, or "
+            f"started it: everything below it would be stopped for a moment and taken for one server. Name the "
+            f"server's own process or port."
+        )
     below = [pid for top in tops for pid in procfs.descendants(top, table)]
     pids = dict.fromkeys([*(top for top in tops if top not in below), *below])
     first = next(iter(pids))
     return Target([table[pid] for pid in pids if pid in table], procfs.cmdline(first), _python(first), _markers(first))
+
+
+def _ancestors(pid: int, table: Mapping[int, Stat]) -> Iterator[int]:
+    """Parents of a process, nearest first."""
+    while (stat := table.get(pid)) is not None and stat.ppid:
+        pid = stat.ppid
+        yield pid
 
 
 def _python(pid: int) -> str | None:

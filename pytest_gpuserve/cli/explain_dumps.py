@@ -56,7 +56,10 @@ def _clocks() -> Iterator[re.Pattern[bytes]]:
 
 
 def run(dumps: Sequence[ProcessDump], log: Triage | None, arguments: argparse.Namespace) -> int:
-    """Judge them; ``log``: what the logs that were named beside them say."""
+    """Judge them; ``log``: what the logs that were named beside them say.
+
+    Stacks alone do not tell whether anybody waited for an answer: idle processes are healthy ones.
+    """
     rounds = parse.as_rounds(dumps)
     merged = merge(rounds)
     ranks = tuple(log.ranks) if log else ()
@@ -64,7 +67,7 @@ def run(dumps: Sequence[ProcessDump], log: Triage | None, arguments: argparse.Na
     if log and log.cause is not None and log.verdict in _FATAL:
         facts = (LogFact(log.cause.line, f"{log.cause.log}, line {log.cause.number}", log.verdict, log.cause.rank),)
     evidence = Evidence(
-        reason="no_progress", rounds=rounds, expected=ranks, log=facts, engine=log.engine if log else None, foreign=True
+        reason="manual", rounds=rounds, expected=ranks, log=facts, engine=log.engine if log else None, foreign=True
     )
     judgement = judge(evidence)
     if arguments.json:

@@ -95,13 +95,19 @@ def hidden_failure(case: Case) -> Finding | None:
 def answering(case: Case) -> Finding | None:
     if not case.evidence.answers:
         return None
-    test = f"; {case.evidence.test} is stuck in its own code, not in the server" if case.evidence.test else ""
+    test = _stuck(case)
     return Finding(
         "ready",
         f"the server answers: a completion sent just now came back{test}",
         confidence=0.95,
         facts=(("a completion sent just now came back", "HTTP"),),
     )
+
+
+def _stuck(case: Case) -> str:
+    """What a healthy server says of a test that did not end in time; one that only asked for a dump did nothing."""
+    test, late = case.evidence.test, case.suspected or case.evidence.reason == "session_deadline"
+    return f"; {test} is stuck in its own code, not in the server" if test and late else ""
 
 
 def stopped(case: Case) -> Finding | None:
@@ -190,7 +196,7 @@ def nothing_asked(case: Case) -> Finding | None:
     if evidence.reason == "startup_budget" or not _all_idle(case):
         return None
     known = evidence.requests == 0
-    test = f"; {evidence.test} is stuck in its own code, not in the server" if evidence.test and known else ""
+    test = _stuck(case) if known else ""
     return Finding(
         "ready",
         f"every process is idle and no request is in flight{test}" if known else "every process is idle",

@@ -77,7 +77,7 @@ class Evidence:
         incidents = self._server.incidents()[self._incidents :]
         self._events += len(events)
         self._incidents += len(incidents)
-        names = (str(event.data["name"]) for event in events if event.kind == "fired")
+        names = (str(event.data["name"]) for event in events if event.kind == "fired" and event.data.get("kill", True))
         fired = tuple(name for name in names if name != EXITED)  # an end is no alarm of the test's
         killed = any(event.kind == "killing" and event.data.get("why") == "alarm" for event in events)
         end = next((event for event in events if event.kind in _END), None)

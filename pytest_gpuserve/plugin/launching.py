@@ -61,7 +61,8 @@ def launch(
             tick=live.tick,
         )
     except ServerStartError as error:
-        state.ledger.start_failed(spec, error, item.nodeid if item is not None else None)
+        spared = spec.key if limits.soft and error.verdict in ("hang", "slow", "undecided") else None
+        state.ledger.start_failed(spec, error, item.nodeid if item is not None else None, spared)
         fill(state, error.incident)
         raise
     except BaseException:
@@ -69,6 +70,15 @@ def launch(
         raise
     finally:
         live.end(ready=server is not None)
+    for entry in server.incidents():  # soft mode spared it
+        state.ledger.incident(
+            spec,
+            test=item.nodeid if item is not None else None,
+            reason=f"start, {entry.get('reason')}",
+            verdict=str(entry.get("verdict")),
+            incident=str(entry["incident"]) if entry.get("incident") else None,
+            spared=server.record.cookie,
+        )
     slot = Slot(wanted.key, server, limits, lease, Evidence(server, limits.dump_timeout + limits.grace))
     if limits.session_deadline is not None:
         moment = time.monotonic() + limits.session_deadline - time.time()

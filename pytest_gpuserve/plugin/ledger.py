@@ -53,9 +53,10 @@ class Ledger:
     def reused(self, server: Server) -> None:
         self._row(server.spec).reused += 1
 
-    def start_failed(self, spec: ServerSpec, error: ServerStartError, test: str | None) -> None:
+    def start_failed(self, spec: ServerSpec, error: ServerStartError, test: str | None, spared: str | None) -> None:
+        """``spared``: a name for this start, when soft mode spared the server until nothing could come of it."""
         self._row(spec).failed_starts += 1
-        self.incident(spec, test=test, reason="start", verdict=error.verdict, incident=error.incident, spared=None)
+        self.incident(spec, test=test, reason="start", verdict=error.verdict, incident=error.incident, spared=spared)
 
     def hung(self, spec: ServerSpec) -> None:
         self._row(spec).hung += 1

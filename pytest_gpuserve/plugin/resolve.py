@@ -19,6 +19,9 @@ if TYPE_CHECKING:
     Node = pytest.Item | pytest.Collector
 
 
+OVERRIDE = "--gpuserve-set"
+
+
 @dataclass(frozen=True, slots=True)
 class Wanted:
     """What one test asks for: the server, and the limits its marks set (None: the session's).
@@ -117,10 +120,26 @@ def build(
     if not isinstance(fresh, bool):
         raise SpecError(f"{source}: fresh must be True or False, not {fresh!r}.")
     limits = {key: _limit(values.pop(key), f"{source}: {key}") for key in LIMITS if key in values}
-    spec = ServerSpec.from_mapping(values, source=source)
+    try:
+        spec = ServerSpec.from_mapping(values, source=source)
+    except SpecError:
+        ServerSpec.from_mapping(values, source=_blamed(given, source))
+        raise
     if check and (problem := axis_problem(spec)):
-        raise SpecError(f"{source}: {problem.text}")
+        axes = given[-1].get("axes")
+        overridden = isinstance(axes, Mapping) and problem.axis in axes
+        raise SpecError(f"{OVERRIDE if overridden else source}: {problem.text}")
     return Wanted(spec, asker if fresh else "", **limits, expect=_expectations(expect, source) if expect else ())
+
+
+def _blamed(layers: list[dict[str, object]], source: str) -> str:
+    """Who is at fault for layers that are no spec: the last one, ``--gpuserve-set``, when all is well without it."""
+    rest = merge(*layers[:-1])
+    try:
+        ServerSpec.from_mapping({k: v for k, v in rest.items() if k not in ("server", "fresh", *LIMITS)})
+    except SpecError:
+        return source
+    return OVERRIDE
 
 
 def axis_problem(spec: ServerSpec) -> AxisProblem | None:

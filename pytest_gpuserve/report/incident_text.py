@@ -10,7 +10,7 @@ from itertools import takewhile
 from pathlib import Path
 
 from ..diagnose.crowd import crowded, unread
-from ..diagnose.evidence import Evidence
+from ..diagnose.evidence import NO_PROGRESS, Evidence
 from ..diagnose.merge import Merged, format_ranks
 from ..diagnose.model import Judgement, ProcessDump, ThreadStack
 from ..diagnose.stacks import refused
@@ -47,7 +47,10 @@ def summary(words: Words, where: str) -> str:
     scene, judgement = words.scene, words.judgement
     parts = [words.clean(judgement.text)]
     healthy = not words.decision.kill and bool(scene.answers)
-    if healthy and scene.reason != "manual":  # the server's stacks are of no interest here, the test's own are
+    if healthy and scene.reason in (
+        *NO_PROGRESS,
+        "session_deadline",
+    ):  # the server's stacks are of no interest here, the test's own are
         parts.append(f"the server answers; the test is stuck in its own code{_owner_place(words)}.")
         parts += takewhile(lambda line: "/_pytest/" not in line, _owner_lines(words)[:20])
     else:

@@ -195,6 +195,7 @@ class _Wait:
         self._said = ""
         self._last = "nothing has listened there yet"
         self._answered = False
+        self._overdue = 0  # budgets that are over
 
     def run(self) -> None:
         probe = self._w.probe
@@ -312,12 +313,18 @@ class _Wait:
         """The start-up budget is over, or the watcher saw no progress: the incident says what is wrong."""
         control, record = self._w.control, self._record
         settle(control, self._seen, self._w.incident_limit)
+        budget = f"its start-up budget of {self._w.budget:g} s (startup_timeout)"
         if any(event.kind == "spared" for event in control.events(self._seen)):
             self._seen = len(control.events())
-            over = "the start-up budget is over" if alarm == "startup_budget" else f"the alarm {alarm!r} went off"
-            self._tell(f"{over}; the server is spared")
-            self._w.rearm()
-            return
+            if alarm != "startup_budget":
+                self._tell(f"the alarm {alarm!r} went off; the server is spared")
+                return
+            self._overdue += 1
+            if self._overdue == 1:
+                self._tell("the start-up budget is over; the server is spared and has as much again")
+                self._w.rearm()
+                return
+            budget = f"twice {budget}, and was spared the first time"
         verdict, directory = "hang", None
         text = f"No incident was written; {record.directory / 'supervisor.log'} may say why. {shown_tail(record.log)}"
         if found := incidents(record.directory):
@@ -325,7 +332,7 @@ class _Wait:
             text = str(found[-1].get("text") or text) + (f"\nEvidence: {directory}" if directory else "")
         what = "was ended" if alarm == "session_deadline" else "stopped making progress"
         if alarm == "startup_budget":
-            what = f"was not ready within its start-up budget of {self._w.budget:g} s (startup_timeout)"
+            what = f"was not ready within {budget}"
         raise self._error(what, verdict, text, directory)
 
     def _error(

@@ -244,7 +244,7 @@ class Supervisor:
     def fire(self, alarm: Alarm) -> None:
         self.alarms.pop(alarm.name, None)
         self.fired.append(alarm.name)
-        self.journal.emit("fired", name=alarm.name)
+        self.journal.emit("fired", name=alarm.name, kill=alarm.kill)
         now, pid, env = time.monotonic(), -1, {**os.environ, MARK: self.config["cookie"]}
         if alarm.argv:
             with suppress(OSError):  # no process to be had

@@ -14,6 +14,8 @@ import pytest
 
 from pytest_gpuserve import procfs
 from pytest_gpuserve.cli import main
+from pytest_gpuserve.cli.dump import resolve
+from pytest_gpuserve.diagnose import stacks
 from pytest_gpuserve.diagnose.parse import read_dumps, read_file
 from pytest_gpuserve.errors import GpuserveError
 
@@ -136,3 +138,11 @@ def test_directory_of_a_server_of_ours(fake_server, capsys):
     code, _, err = dumped(capsys, fake_server.directory)
     assert code == 2
     assert "runs any more" in err
+
+
+@pytest.mark.parametrize("above", [os.getpid, os.getppid, lambda: 1])
+def test_what_started_us_is_no_server(above, monkeypatch):
+    """Below process 1, or a shell, runs all that the machine, or the user, has: none of it is to be stopped."""
+    monkeypatch.setattr(stacks, "take", lambda *_, **__: pytest.fail("it was dumped"))
+    with pytest.raises(GpuserveError, match=f"process {above()} .*is this command, or started it"):
+        resolve(f"pid:{above()}")

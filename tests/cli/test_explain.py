@@ -9,6 +9,7 @@ import re
 import signal
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
@@ -237,3 +238,21 @@ def test_a_server_that_ran_out_of_memory(flavor, tmp_path, capsys):
             "sim" if options else flavor,
         )
         assert found["cause"]["line"].startswith("torch.OutOfMemoryError: CUDA out of memory")
+
+
+STACKS = Path(__file__).parents[1] / "data" / "stacks"
+
+
+@pytest.mark.parametrize(
+    ("name", "code", "text"),
+    [
+        ("recorded_sglang_cpu_idle.txt", 0, "ready: every process is idle"),
+        ("recorded_vllm_cpu_tree.txt", 0, "ready: every process is idle"),
+        ("recorded_vllm_filelock.txt", 4, "slow: TP0 waits for the FlashInfer build lock"),
+        ("pyspy_locals.txt", 5, "undecided: nothing in the evidence decides; pid 26351 is in inner"),
+    ],
+)
+def test_stacks_alone_do_not_say_that_anybody_waited(name, code, text, capsys):
+    """``gpuserve dump`` of a healthy server, explained elsewhere, is no hang."""
+    assert main(["explain", str(STACKS / name)]) == code
+    assert capsys.readouterr().out.startswith(text)

@@ -127,6 +127,15 @@ CASES = {
         """,
         "the gpuserve_matrix mark of test_it.py::test_it*",
     ),
+    "the mark is well": (
+        """
+        from pytest import mark
+        @mark.gpuserve(engine="sim")
+        def test_it(server): pass
+        """,
+        "--gpuserve-set: tp must be a whole number of GPUs, 1 or more, not 'x'.",
+        "--gpuserve-set=tp=x",
+    ),
     "an engine as a name": (
         """
         from pytest import mark
@@ -189,10 +198,10 @@ CASES = {
 
 @pytest.mark.parametrize("case", CASES)
 def test_one_paragraph_and_the_other_tests_run(project, no_servers, case):
-    source, paragraph = CASES[case]
+    source, paragraph, *options = CASES[case]
     head = "import unittest\nfrom pytest import fixture, mark\n"
     project.write(test_it=head + cleandoc(source), test_other="def test_other(): pass", conftest=no_servers)
-    result = project.here("--strict-markers")
+    result = project.here("--strict-markers", *options)
     result.assert_outcomes(errors=1, passed=1)
     start = result.outlines.index(next(line for line in result.outlines if "ERROR at setup of" in line))
     end = next(n for n, line in enumerate(result.outlines) if "short test summary" in line)

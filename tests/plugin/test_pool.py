@@ -192,3 +192,19 @@ def test_it(server):
     (incident,) = project.incidents()
     result.stdout.fnmatch_lines([f"*INCIDENT sim-tp1 manual {incident}"])
     project.assert_nothing_left()
+
+
+def test_a_dump_that_the_test_asks_for_is_no_alarm(project):
+    project.write(
+        test_it=HEAD
+        + """
+@mark.gpuserve(engine="sim", tp=1)
+def test_it(server):
+    assert server.dump("by hand").is_dir()
+"""
+    )
+    result = project.run("-rP")
+    result.assert_outcomes(passed=1)
+    assert "went off" not in result.stdout.str()
+    assert "stuck in its own code" not in result.stdout.str()
+    result.stdout.fnmatch_lines(["*(by hand): *"])

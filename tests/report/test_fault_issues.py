@@ -42,8 +42,9 @@ SAID = {
 
 
 def test_every_kind_of_fault_is_here() -> None:
-    assert set(SAID) == set(KINDS)
-    assert {path.stem for path in BUNDLES.glob("*.zip")} == set(KINDS)
+    incidents = set(KINDS) - {"garble"}  # a server that answers, and answers wrongly, has none
+    assert set(SAID) == incidents
+    assert {path.stem for path in BUNDLES.glob("*.zip")} == incidents
 
 
 @pytest.mark.parametrize("kind", SAID)

@@ -162,10 +162,18 @@ def test_a_spared_server_gets_another_budget(serve: Any) -> None:
     """Soft mode: reported, not ended."""
     said: list[str] = []
     incident = incident_of("slow", 75, "slow")
-    server = serve("sleep=1.5", startup=0.6, incident=incident, progress=said.append)
+    server = serve("sleep=3.5", startup=3.0, incident=incident, progress=said.append)
     assert server.get("/health").status_code == 200
-    assert "the start-up budget is over; the server is spared" in said
+    assert "the start-up budget is over; the server is spared and has as much again" in said
     assert [entry["verdict"] for entry in server.incidents()][:1] == ["slow"]
+
+
+def test_a_spared_server_gets_no_third_budget(serve: Any, tagged: Any) -> None:
+    """Nothing would ever end the wait for one that hangs: start-up is not on the test's clock."""
+    with pytest.raises(ServerStartError, match=r"not ready within twice its start-up budget of 0\.7 s") as caught:
+        serve("hang", startup=0.7, incident=incident_of("hang: TP3 waits", 75, "hang"))
+    assert (caught.value.verdict, "TP3 waits" in str(caught.value)) == ("hang", True)
+    assert tagged.alive() == {}
 
 
 def test_interrupting_the_wait_ends_the_server(serve: Any, tagged: Any, wait_for: Wait) -> None:
