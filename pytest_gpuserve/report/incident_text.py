@@ -47,10 +47,8 @@ def summary(words: Words, where: str) -> str:
     scene, judgement = words.scene, words.judgement
     parts = [words.clean(judgement.text)]
     healthy = not words.decision.kill and bool(scene.answers)
-    if healthy and scene.reason in (
-        *NO_PROGRESS,
-        "session_deadline",
-    ):  # the server's stacks are of no interest here, the test's own are
+    late = scene.reason in (*NO_PROGRESS, "session_deadline")
+    if healthy and late:  # the server's stacks are of no interest here, the test's own are
         parts.append(f"the server answers; the test is stuck in its own code{_owner_place(words)}.")
         parts += takewhile(lambda line: "/_pytest/" not in line, _owner_lines(words)[:20])
     else:

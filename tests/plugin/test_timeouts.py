@@ -48,8 +48,9 @@ def test_swallows_the_error(server):
 @mark.timeout(2)
 @sick(tp=4)
 def test_other_client(server):
-    import urllib.request
-    urllib.request.urlopen(server.url + "/v1/completions", data=b'{"prompt": "x", "max_tokens": 4}').read()
+    from urllib.request import Request, urlopen
+    headers = {"Authorization": f"Bearer {server.api_key}"}
+    urlopen(Request(server.url + "/v1/completions", b'{"prompt": "x", "max_tokens": 4}', headers)).read()
 
 @mark.timeout(2)
 @well
