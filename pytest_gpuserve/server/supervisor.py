@@ -304,6 +304,8 @@ class Supervisor:
                 self.journal.emit("shm", inode=rest[0], name=name)
         elif word == "shared":
             self.shared = set(rest)
+        elif word == "all":
+            cgroup.kill(self.group, self.shared | set(rest))
         elif word == "hunt":
             self.hunt(self.shared | set(rest))
         elif word == "left":

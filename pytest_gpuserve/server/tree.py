@@ -227,8 +227,9 @@ def end(
     SIGKILL at ``deadline``; look and kill again until nothing is left, resource trackers last.
 
     While it runs, a line ``{}`` means that something died, ``{"deadline": t}`` that it must be done earlier. Says
-    ``["shm", ...]`` as journal does, ``["shared", pid...]`` who is spared, ``["hunt", pid...]`` when killing does not
-    keep up with forking, or the kernel can kill all in one step (the pids are trackers that have time yet), and
+    ``["shm", ...]`` as journal does, ``["shared", pid...]`` who is spared, ``["all", pid...]`` when the kernel may
+    kill the whole cgroup in one step, ``["hunt", pid...]`` when killing does not keep up with forking (the pids are
+    trackers that have time yet), and
     ``["left", pid, state]`` for what the kernel would not let die in 15 s.
     """
     with suppress(OSError):  # as the supervisor: what forks without end must not starve us
@@ -258,8 +259,11 @@ def end(
                 trackers_until = now + TRACKER_TIME
             prey = others if now < trackers_until else rest
             send(signal.SIGKILL, prey)
-            if group or (rounds > 3 and any(member.pid not in struck for member in prey)):
-                say("hunt", *(member.pid for member in rest if member not in prey))
+            spared = [member.pid for member in rest if member not in prey]
+            if rounds > 3 and any(member.pid not in struck for member in prey):
+                say("hunt", *spared)
+            elif group:
+                say("all", *spared)
             struck.update(member.pid for member in prey)
             if now > first + GIVE_UP:
                 for member in rest:

@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 import time
+from contextlib import suppress
 from pathlib import Path
 
 from pytest_gpuserve import procfs
@@ -17,8 +18,10 @@ SECRETS = ("never-to-be-seen-17", "my private words", "token-of-the-env-9", "in-
 
 
 def files(directory):
-    """By relative name; none of a directory that is not there yet."""
-    return {str(p.relative_to(directory)): p for p in Path(directory).rglob("*") if p.is_file()}
+    """By relative name; none of a directory that is not there yet, or has just got its final name."""
+    with suppress(FileNotFoundError):
+        return {str(p.relative_to(directory)): p for p in Path(directory).rglob("*") if p.is_file()}
+    return {}
 
 
 def test_killed_at_any_moment_leaves_whole_files(fake):
