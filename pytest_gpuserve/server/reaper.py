@@ -142,8 +142,8 @@ def find_leftovers(root: Path, *, strays: bool = False, limit: float = 10.0) -> 
 
     Args:
         root: the state directory.
-        strays: also processes of this user that carry the cookie of a dead owner whose directory is gone, or in
-            another state directory, and that no supervisor looks after.
+        strays: also processes of this user that carry the cookie of a dead owner whose directory is gone; those of
+            another state directory, or that a supervisor looks after, are named and wait.
     """
     deadline = time.monotonic() + limit
     found = [leftover for session in dead.look(root)[1] for leftover in _leftovers(session)]
@@ -313,13 +313,21 @@ def _strays(carriers: Mapping[str, Sequence[tuple[ProcessId, str]]], deadline: f
         words, complete = ask_tree([{"do": "about", "pids": sorted(above)}], max(0.1, deadline - time.monotonic()))
         commands = [str(rest[3]) for word, *rest in words if word == "about"]
         # a name that only spares
-        waits = (
-            ""
-            if complete and not any("pytest_gpuserve/server/supervisor.py" in text for text in commands)
-            else "its supervisor lives"
-        )
+        supervised = not complete or any("pytest_gpuserve/server/supervisor.py" in text for text in commands)
+        waits = "its supervisor lives" if supervised else _elsewhere(members)
         found.append(_with_processes(Leftover(cookie, None, waits=waits), carriers))
     return found
+
+
+def _elsewhere(members: Sequence[tuple[ProcessId, str]]) -> str:
+    """The state directory that these processes belong to, if it is still there: what looks after that one frees them,
+    and knows their files."""
+    for id, _ in members:
+        markers = procfs.environ(id.pid).get("GPUSERVE_MARKERS")
+        if markers and os.path.isdir(markers):  # noqa: PTH112
+            root = one_line("/".join(markers.split("/")[:-4]), 200)  # …/sessions/SESSION/SERVER/markers
+            return f"it belongs to the state directory {root}: GPUSERVE_STATE={root} gpuserve reap"
+    return ""
 
 
 def in_our_namespace(pid: int) -> bool:

@@ -229,10 +229,13 @@ def test_strays_of_a_state_directory_that_is_gone(tmp_path: Path) -> None:
     owner = gone_pid()
     me = procfs.process_id(os.getpid())
     cookie, live = f"{owner.pid}:{owner.start}:{'a' * 32}", f"{me.pid}:{me.start}:{'a' * 32}"
-    supervised = f"{owner.pid}:{owner.start}:{'b' * 32}"
+    supervised, other = (f"{owner.pid}:{owner.start}:{letter * 32}" for letter in "bc")
+    elsewhere = tmp_path / "another" / "sessions" / "1-2-3" / "1-sim-tp1" / "markers"
+    elsewhere.mkdir(parents=True)
     code = "import subprocess,sys; subprocess.run([sys.executable, '-c', 'import time; time.sleep(300)'])"
     with (
         decoy("stray", GPUSERVE_COOKIE=cookie) as stray,
+        decoy("elsewhere", GPUSERVE_COOKIE=other, GPUSERVE_MARKERS=str(elsewhere)) as kept,
         decoy("of a live owner", GPUSERVE_COOKIE=live) as ours,
         decoy("no cookie", GPUSERVE_COOKIE="1:2") as odd,
         subprocess.Popen(
@@ -250,9 +253,10 @@ def test_strays_of_a_state_directory_that_is_gone(tmp_path: Path) -> None:
             assert live not in found
             assert [seen.id.pid for seen in found[cookie].processes] == [stray.pid]
             assert found[supervised].waits
-            swept = reaper.free([found[cookie], found[supervised]], limit=30.0)
+            assert f"GPUSERVE_STATE={tmp_path / 'another'} gpuserve reap" in found[other].waits
+            swept = reaper.free([found[cookie], found[supervised], found[other]], limit=30.0)
             assert [seen.id.pid for seen in swept.ended] == [stray.pid]
-            assert (ours.poll(), odd.poll(), above.poll()) == (None, None, None)
+            assert (kept.poll(), ours.poll(), odd.poll(), above.poll()) == (None, None, None, None)
         finally:
             os.killpg(above.pid, signal.SIGKILL)
 
