@@ -19,7 +19,18 @@ from .control import Control, Event, SupervisorGoneError
 from .inflight import Requests
 from .ports import Port
 from .prometheus import Sample, parse_metrics
-from .readiness import EXITED, Why, exit_text, incidents, log_tail, lost_supervisor, post_mortem, settle, shown_tail
+from .readiness import (
+    EXITED,
+    Why,
+    exit_text,
+    incidents,
+    log_tail,
+    lost_supervisor,
+    post_mortem,
+    settle,
+    shown_tail,
+    where_it_is,
+)
 from .record import ServerRecord, processes
 
 if TYPE_CHECKING:
@@ -217,7 +228,7 @@ class Server:
         last = found[-1] if found else {}
         directory = last.get("incident")
         text = str(last.get("text") or f"its alarm {name} went off. {shown_tail(self.log_path)}")
-        evidence = f"\nEvidence: {directory}" if directory else ""
+        evidence = where_it_is(directory, text)
         return ServerHungError(
             f"server {self.spec.id} was ended ({name}): {text}{evidence}",
             verdict=str(last.get("verdict") or "hang"),

@@ -81,6 +81,11 @@ def incidents(directory: Path) -> list[dict[str, Any]]:
     return found
 
 
+def where_it_is(incident: str | None, text: str) -> str:
+    """The line that names an incident's directory, unless ``text`` does already."""
+    return f"\nEvidence: {incident}" if incident and Path(incident).name not in text else ""
+
+
 @dataclass(frozen=True, slots=True)
 class Why:
     """Of a server that exited by itself: the verdict and cause of its last incident, and the end of its log."""
@@ -92,8 +97,8 @@ class Why:
 
     def told(self, advice: str = "") -> str:
         """The cause, then ``advice``, then where it can be seen."""
-        evidence = f"\nEvidence: {self.incident}" if self.incident else ""
-        return " ".join(filter(None, (self.cause, advice, self.tail))) + evidence
+        text = " ".join(filter(None, (self.cause, advice, self.tail)))
+        return text + where_it_is(self.incident, text)
 
 
 def why_it_exited(record: ServerRecord, reason: str = EXITED) -> Why:
@@ -329,7 +334,8 @@ class _Wait:
         text = f"No incident was written; {record.directory / 'supervisor.log'} may say why. {shown_tail(record.log)}"
         if found := incidents(record.directory):
             verdict, directory = str(found[-1].get("verdict") or "hang"), found[-1].get("incident")
-            text = str(found[-1].get("text") or text) + (f"\nEvidence: {directory}" if directory else "")
+            text = str(found[-1].get("text") or text)
+            text += where_it_is(directory, text)
         what = "was ended" if alarm == "session_deadline" else "stopped making progress"
         if alarm == "startup_budget":
             what = f"was not ready within {budget}"
