@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -14,11 +12,11 @@ from ..diagnose import triage
 from ..diagnose.evidence import LogFact
 from ..engines.base import Engine, LogGrammar, Rank
 from ..phases.reader import RankPhase, read_log
+from ..server.readiness import end_of_log
 from ..server.record import ServerRecord
 
 _TAIL_BYTES = 256 << 10
 _FATAL = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
-_BROKEN = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
 @dataclass(frozen=True, slots=True)
@@ -88,17 +86,9 @@ def size_of(path: Path) -> int | None:
 
 
 def _tail(path: Path) -> str:
-    """The end of a log: of progress bars only the newest, colours removed."""
-    try:
-        with path.open("rb") as file:
-            size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - _TAIL_BYTES))
-            data = file.read(_TAIL_BYTES)
-    except OSError:
-        return ""
-    text = _BROKEN.sub("", data.decode(errors="replace"))
-    lines = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
-    return "\n".join(lines[1:] if size > _TAIL_BYTES and len(lines) > 1 else lines)
+    """The end of a log, whole lines."""
+    lines, cut = end_of_log(path, _TAIL_BYTES)
+    return "\n".join(lines[1:] if cut and len(lines) > 1 else lines)
 
 
 def _by_rank(tail: str, grammar: LogGrammar | None, keep: int = 3) -> dict[str, list[str]]:

@@ -37,18 +37,25 @@ _EXITS = ("crash", "oom", "config", "unsupported_arch", "port", "infra")
 _ANSI = re.compile(r"\x1b\[[0-9;?]*[ -/]*[@-~]")
 
 
-def log_tail(path: Path, lines: int = 50) -> str:
-    """The last lines of a log, as they are (foreign text). At most 64 KiB of the file are read, at its end; carriage
-    returns of progress bars end a line too, and of the bars only the newest is kept."""
+def end_of_log(path: Path, most: int) -> tuple[list[str], bool]:
+    """Lines of the last ``most`` bytes, and whether the log is longer, so that the first of them may be a piece.
+
+    Colours are removed; carriage returns of progress bars end a line too, and of the bars only the newest is kept.
+    """
     try:
         with path.open("rb") as file:
             size = file.seek(0, os.SEEK_END)
-            file.seek(max(0, size - TAIL_BYTES))
-            data = file.read(TAIL_BYTES)
+            file.seek(max(0, size - most))
+            data = file.read(most)
     except OSError:
-        return ""
+        return [""], False
     text = _ANSI.sub("", data.decode(errors="replace"))
-    found = [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")]
+    return [line.rstrip("\r").rpartition("\r")[2] for line in text.split("\n")], size > most
+
+
+def log_tail(path: Path, lines: int = 50) -> str:
+    """The last lines of a log, as they are (foreign text). At most 64 KiB of the file are read, at its end."""
+    found, _ = end_of_log(path, TAIL_BYTES)
     while found and not found[-1].strip():
         found.pop()
     return "\n".join(found[-lines:])

@@ -80,3 +80,13 @@ def test_heartbeats_are_nothing_that_the_log_says(tmp_path: Path, line: bytes, m
     with log.open("ab") as out:
         out.write(line)
     assert logs.said_more(log, size, get_engine("sglang")) is more
+
+
+def test_the_end_of_a_long_log_begins_with_a_whole_line(record: ServerRecord) -> None:
+    line = f"\x1b[32mstep\r{'x' * 90} done\x1b[0m"
+    record.log.write_text("\n".join([line] * 4000))
+    tail = logs.read(record, None).tail.split("\n")
+    assert set(tail) == {f"{'x' * 90} done"}  # no piece, no colour, of a bar the last state
+    assert len(tail) > 2000
+    record.log.write_text(f"{line}\n")
+    assert logs.read(record, None).tail.split("\n") == [f"{'x' * 90} done", ""]
