@@ -31,6 +31,7 @@ class Finding:
         killed: the server was ended because of one.
         exit_code: of a server that ended by itself; None while it runs and for one that was ended.
         incidents: entries of incidents.jsonl written meanwhile, oldest first.
+        cut: seconds after which the last dump was cut off; None: it came to its end.
     """
 
     server: Server
@@ -38,6 +39,7 @@ class Finding:
     killed: bool
     exit_code: int | None
     incidents: tuple[Mapping[str, Any], ...]
+    cut: float | None = None
 
     @property
     def spared(self) -> bool:
@@ -89,7 +91,9 @@ class Evidence:
             self._incidents += len(incidents)
         if not fired and not killed and not incidents and code is None:
             return None
-        return Finding(self._server, fired, killed, code, tuple(incidents))
+        dumps = [event.data for event in events if event.kind == "dumped"]
+        cut = float(dumps[-1]["seconds"]) if dumps and dumps[-1]["code"] is None else None
+        return Finding(self._server, fired, killed, code, tuple(incidents), cut)
 
     def quietly(self, call: Callable[..., object], *args: object) -> None:
         """A request to the supervisor that may find it dead; the server's own death will tell then."""

@@ -16,6 +16,7 @@ from ..server.paths import session_directory
 from .bundles import fill
 from .evidence import SESSION_ALARM, Evidence
 from .live import Live
+from .options import last_resort
 from .resolve import Wanted
 from .session_results import begin as begin_results
 from .slots import Slot, arm, incident, note
@@ -38,7 +39,7 @@ def launch(
         test = state.item.nodeid if state.item is not None else None
         if test is not None and not (directory / "current_test.json").exists():
             note(directory, {"test": test, "since": time.time()})  # the watcher's incident of a start names it too
-        return incident(state.settings, directory, reason, test)
+        return incident(limits, directory, reason, test)
 
     budget = limits.startup_timeout
     if limits.session_deadline is not None:
@@ -79,8 +80,8 @@ def launch(
             incident=str(entry["incident"]) if entry.get("incident") else None,
             spared=server.record.cookie,
         )
-    slot = Slot(wanted.key, server, limits, lease, Evidence(server, limits.dump_timeout + limits.grace))
+    slot = Slot(wanted.key, server, limits, lease, Evidence(server, last_resort(limits.dump_timeout) + limits.grace))
     if limits.session_deadline is not None:
         moment = time.monotonic() + limits.session_deadline - time.time()
-        arm(state.settings, slot, SESSION_ALARM, moment, None, None)
+        arm(slot, SESSION_ALARM, moment, None, None)
     return slot

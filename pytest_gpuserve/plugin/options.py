@@ -346,8 +346,17 @@ def read_settings(config: pytest.Config) -> Settings:
 
 
 def alarm_limit(dump_timeout: float) -> float:
-    """Seconds an alarm may run; the rest of the dump budget is for ending the server and for the client to notice."""
+    """Seconds an alarm may run; the rest of the dump budget is for ending the server and for the client to notice.
+
+    Time for which it waits for a CPU is not counted, up to ``server.loop.STARVED`` of the limit.
+    """
     return 0.8 * dump_timeout
+
+
+def last_resort(dump_timeout: float) -> float:
+    """Seconds after a test's timeout at which pytest-timeout itself acts: when a starved dump and all that follows it
+    have had their time, since its thread method ends the process."""
+    return 2 * dump_timeout
 
 
 def incident_limit(dump_timeout: float) -> float:

@@ -39,6 +39,8 @@ class Outcome:
             state.clock.halt()  # the phase is over: a teardown, or the next attempt, starts the clock afresh
         slots = state.pool.touched if state.pool is not None else ()
         self._findings = [(slot, found) for slot in slots if (found := self._take(slot)) is not None]
+        if call.excinfo is not None and isinstance(call.excinfo.value, pytest.fail.Exception):
+            state.clock.say_what_was_asked(item, call.excinfo.value)
         if call.excinfo is not None and isinstance(call.excinfo.value, GpuserveError):
             _end_in_their_code(call.excinfo.value, call.excinfo.tb)
         if call.when == "setup" and call.excinfo is None:
@@ -161,6 +163,12 @@ def _headline(found: Finding, timeout: float | None) -> str:
         return f"{spec} ended by itself with exit code {found.exit_code}."
     else:
         return ""
+    if found.killed and found.cut is not None:
+        stacks = "" if found.incidents else " No stack is on disk."
+        return (
+            f"{reached}: the dump of {spec} was not done after {found.cut:.0f} s, so it was cut off, and the server "
+            f"ended.{stacks} Give it more with --gpuserve-dump-timeout. The next test that wants it gets a fresh one."
+        )
     if found.killed:
         return f"{reached}: {spec} was dumped, then ended. The next test that wants it gets a fresh one."
     if found.exit_code is not None:

@@ -124,7 +124,7 @@ class Pool:
     def arm(self, deadline: float, test: str, timeout: float) -> None:
         """Have every held server dumped at ``deadline`` (CLOCK_MONOTONIC), ``timeout`` seconds into ``test``."""
         for slot in self.held():
-            arm(self._state.settings, slot, TEST_ALARM, deadline, test, timeout)
+            arm(slot, TEST_ALARM, deadline, test, timeout)
             slot.armed = True
             note(slot.server.directory, {"test": test, "timeout": timeout, "deadline": deadline, "since": time.time()})
 

@@ -77,9 +77,9 @@ def incident(
     )
 
 
-def arm(settings: Settings, slot: Slot, name: str, deadline: float, test: str | None, after: float | None) -> None:
+def arm(slot: Slot, name: str, deadline: float, test: str | None, after: float | None) -> None:
     """Have the server dumped at ``deadline`` (CLOCK_MONOTONIC), and ended if it is to blame."""
-    argv = incident(settings, slot.server.directory, name, test, after)
+    argv = incident(slot.limits, slot.server.directory, name, test, after)
     slot.evidence.quietly(slot.server.control.arm, name, deadline, argv, alarm_limit(slot.limits.dump_timeout))
 
 

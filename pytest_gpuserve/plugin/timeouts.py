@@ -1,8 +1,8 @@
 """A test's timeout, exact, with nothing in this process that could miss it.
 
 At a test's timeout T the supervisor of each of its servers takes the stacks and ends the server, so that the blocked
-client call fails by itself. pytest-timeout's own clock is moved to T + the dump budget: it is left for tests that are
-stuck in their own code. Starting or stopping a server stops both clocks.
+client call fails by itself. pytest-timeout's own clock is moved to T + twice the dump budget: it is left for tests that
+are stuck in their own code. Starting or stopping a server stops both clocks.
 
 pytest-timeout 2.4.0 cancels its timer when a test fails and shares one timer among reruns, so both clocks are started
 afresh at every set-up and teardown.
@@ -20,10 +20,13 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .options import last_resort
 from .state import WANTED, State, uses_pool
 
 if TYPE_CHECKING:
     from pytest_timeout import Settings as TimeoutSettings
+
+    Failed = Any  # pytest.fail.Exception: its type has no public name
 
 _GIVEN: pytest.StashKey[Any] = pytest.StashKey()
 """On a test: the settings pytest-timeout found for it."""
@@ -44,6 +47,7 @@ class Clock:
         self._running: _Running | None = None
         self._passing = False
         self._debugging = False
+        self._moved = 0.0, 0.0  # pytest-timeout's clock, and what of it is ours
 
     @staticmethod
     def timeout_of(item: pytest.Item) -> float | None:
@@ -52,7 +56,7 @@ class Clock:
         return float(settings.timeout) if settings is not None else None
 
     def set_timer(self, item: pytest.Item, settings: TimeoutSettings) -> bool | None:
-        """pytest-timeout is about to start its timer: start ours, and its own with the dump budget on top."""
+        """pytest-timeout is about to start its timer: start ours, and its own with the dump on top."""
         if self._passing:
             return None
         item.stash[_GIVEN] = settings
@@ -82,6 +86,14 @@ class Clock:
             self._cancel_theirs(self._running.item)
             self._stop()
 
+    def say_what_was_asked(self, item: pytest.Item, error: Failed) -> None:
+        """pytest-timeout's message names the moment to which its clock was moved: name T, and what came on top."""
+        asked, (moved, ours) = self.timeout_of(item), self._moved
+        theirs = f"Timeout (>{moved}s)"
+        if asked is not None and error.msg is not None and error.msg.startswith(theirs):
+            more = f"; the test was still running {ours:g} s later, time that was left for the dump of its server"
+            error.msg = f"Timeout (>{asked:g}s){error.msg.removeprefix(theirs).rstrip('.')}{more}."
+
     def debugger_entered(self) -> None:
         """A person is looking at the test: pytest-timeout holds its fire for the rest of the session, and so do we."""
         self._debugging = True
@@ -105,10 +117,11 @@ class Clock:
     def _start(self, item: pytest.Item, settings: TimeoutSettings, left: float) -> None:
         self._running = _Running(item, settings, time.monotonic() + left)
         wanted = item.stash.get(WANTED, None)
-        budget = (wanted.limits(self._state.settings) if wanted else self._state.settings).dump_timeout
+        limits = wanted.limits(self._state.settings) if wanted else self._state.settings
         self._passing = True
         try:
-            moved = settings._replace(timeout=round(max(left, 0.0) + budget, 1))  # people read it; ours is exact
+            moved = settings._replace(timeout=round(max(left, 0.0) + last_resort(limits.dump_timeout), 1))
+            self._moved = moved.timeout, last_resort(limits.dump_timeout)
             item.config.hook.pytest_timeout_set_timer(item=item, settings=moved)
         finally:
             self._passing = False

@@ -38,7 +38,7 @@ class Controller:
         if counted := getattr(node, "workeroutput", {}).get("gpuserve"):
             self._state.ledger.add(counted)
 
-    @pytest.hookimpl(optionalhook=True)
+    @pytest.hookimpl(optionalhook=True, trylast=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """A worker died in a test (pytest-timeout's thread method ends the process): say where the stacks are."""
         from ..text import escape
@@ -60,6 +60,24 @@ class Controller:
             told = text if Path(where).name in text else f"{text}\ndumps: {where}"
             report.sections.append(("gpuserve", escape(told)))
             report.longrepr = escape(f"{report.longrepr}\ngpuserve: {incident.get('verdict')}, dumps: {where}")
+        if str(report.outcome) == "rerun":
+            self._name_in_junit(crashitem, report)
+
+    def _name_in_junit(self, crashitem: str, report: pytest.TestReport) -> None:
+        """pytest-rerunfailures runs it again, and the attempt that died has an entry without a name in junit's file: of
+        a worker's set-up junit knows, of its end nothing. Tell junit alone."""
+        manager = self._state.config.pluginmanager
+        others = [plugin for plugin in manager.get_plugins() if type(plugin).__module__ != "_pytest.junitxml"]
+        told = pytest.TestReport(
+            crashitem,
+            report.location,
+            keywords={},
+            outcome="skipped",
+            longrepr=(report.location[0], 1, f"{report.longrepr}\nIt was run again."),
+            when="call",
+        )
+        told.node = getattr(report, "node", None)  # type: ignore[attr-defined]
+        manager.subset_hook_caller("pytest_runtest_logreport", others)(report=told)
 
     def _incidents(self, test: str) -> Iterator[Mapping[str, Any]]:
         from ..server.paths import state_root

@@ -9,11 +9,13 @@ import argparse
 import json
 import os
 import sys
+import time
 import traceback
 from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from .. import procfs
 from ..errors import GpuserveError
 from .blame import EXIT_KILL, EXIT_SPARE, Decision
 
@@ -64,12 +66,14 @@ def record_incident(
     limit: float | None = None,
     rounds: int = 3,
     keep: int = 0,
+    spent: float = 0.0,
     leave: Callable[[int], object] | None = None,
 ) -> Incident:
     """Take an incident of the server in ``directory``.
 
-    ``limit``: seconds; None: well below what the supervisor gives its dumps. ``leave(exit code)`` is called, in another
-    thread, when that time is over before the work is.
+    ``limit``: seconds; None: well below what the supervisor gives its dumps. ``spent``: seconds of it that are gone,
+    since this process was started for nothing else.
+    ``leave(exit code)`` is called, in another thread, when that time is over before the work is.
 
     Raises:
         GpuserveError: there is no record of a server.
@@ -79,7 +83,13 @@ def record_incident(
     from .taking import Request, Taking  # hundreds of patterns: not for those who only ask for the argv
 
     request = Request(reason, test, after, soft, usual_limit(directory) if limit is None else limit, rounds, keep)
-    return Taking(load(directory), artifacts, request, leave).run()
+    return Taking(load(directory), artifacts, request, leave, spent).run()
+
+
+def age() -> float:
+    """Seconds since this process was started: the supervisor's clock runs while the imports do."""
+    me = procfs.stat(os.getpid())
+    return time.clock_gettime(time.CLOCK_BOOTTIME) - me.start / os.sysconf("SC_CLK_TCK") if me else 0.0
 
 
 def usual_limit(directory: Path) -> float:
@@ -115,6 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             limit=given.limit,
             rounds=given.rounds,
             keep=given.keep,
+            spent=age(),
             leave=os._exit,
         )
         code = taken.decision.exit_code

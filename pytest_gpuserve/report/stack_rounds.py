@@ -9,7 +9,7 @@ from typing import Any, Final
 
 from .. import procfs
 from ..diagnose import parse, stacks
-from ..diagnose.merge import Merged
+from ..diagnose.merge import Merged, label_order
 from ..diagnose.model import Judgement, ProcessDump
 from ..diagnose.roles import any_role
 from ..engines.base import Engine, ProcessRole
@@ -32,6 +32,8 @@ class StackRounds:
         self._stores = stores
         self._began = began
         self._kept: dict[procfs.ProcessId, list[dict[str, Any]]] = {}
+        self._labels: dict[procfs.ProcessId, str] = {}
+        self._total = 0
         self.owner: ProcessDump | None = None
 
     def take(self, number: int, limit: float, *, owner: bool = True) -> list[ProcessDump]:
@@ -41,6 +43,7 @@ class StackRounds:
         test = procfs.stat(record.owner.pid) if owner else None
         if test is not None and test.id == record.owner and test.pid not in {s.pid for s in everyone}:
             everyone.append(test)
+        self._total = max(self._total, len(everyone))
         dumps = stacks.take(
             everyone,
             self._role_of,
@@ -64,6 +67,18 @@ class StackRounds:
             if any(frame.native for thread in dump.threads for frame in thread.frames):
                 self._write(dump, [parse.to_json(dump)], ".native")
 
+    def so_far(self) -> tuple[str, list[str]]:
+        """While a round is under way: a sentence on the stacks that are on disk and on those that are not; the ranks
+        without. Reads nothing."""
+        kept = dict(self._labels)
+        there = sorted(kept.values(), key=label_order)
+        missing = [label for label in gather.expected(self._record, kept.values()) if label not in there]
+        named = f": {', '.join(there)}" if there else ""
+        text = f"stacks of {len(there)} of {self._total or '?'} processes are on disk{named}"
+        if missing:
+            text += f"; the time was over before those of {', '.join(missing)} were taken"
+        return f"{text}.", missing
+
     def _role_of(self, cmdline: Sequence[str], comm: str) -> ProcessRole | None:
         role = None
         with suppress(Exception):
@@ -75,6 +90,7 @@ class StackRounds:
         rounds = self._kept.setdefault(dump.process, [])
         rounds.append({"round": number, "after": round(dump.taken - self._began, 3), **parse.to_json(dump)})
         self._write(dump, rounds, "")
+        self._labels[dump.process] = "pytest" if dump.process == self._record.owner else dump.label
 
     def _write(self, dump: ProcessDump, rounds: Sequence[Any], suffix: str) -> None:
         label = "pytest" if dump.process == self._record.owner else dump.label

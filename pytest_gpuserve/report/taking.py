@@ -24,6 +24,7 @@ from ..engines import get_engine
 from ..engines.base import Engine
 from ..gpu import Gpu
 from ..server.control import Control
+from ..server.loop import STARVED, waited
 from ..server.record import ServerRecord, current_test, processes
 from . import gather, incident_json, incident_text, log_parts, logs, timeline
 from .blame import EXIT_KILL, EXIT_SPARE, Decision, Witnesses, decide
@@ -70,9 +71,11 @@ class Taking:
         artifacts: Path | None,
         request: Request,
         leave: Callable[[int], object] | None,
+        spent: float = 0.0,
     ) -> None:
         self._began = time.monotonic()
-        self._deadline = self._began + request.limit
+        self._deadline = self._began - spent + request.limit
+        self._waited_before = 0.0 if spent else waited(os.getpid())
         self._request = request
         self._record = record
         self._artifacts = artifacts
@@ -167,11 +170,16 @@ class Taking:
         return min(3.0, 0.3 * self._request.limit)
 
     def _left(self) -> float:
-        return self._deadline - time.monotonic()
+        """Seconds; as the supervisor does, we take off what we waited for a CPU."""
+        return self._deadline + min(self._waited(), STARVED * self._request.limit) - time.monotonic()
+
+    def _waited(self) -> float:
+        return waited(os.getpid()) - self._waited_before
 
     def _clock(self) -> None:
         """End with what there is, before somebody ends us with less. Reads nothing: what it would read may be stuck."""
-        time.sleep(max(0.0, self._left()))
+        while (left := self._left()) > 0:
+            time.sleep(left)
         held = self._lock.acquire(timeout=2.0)
         try:
             if self._done or self._leave is None:
@@ -185,10 +193,16 @@ class Taking:
     def _out_of_time(self) -> int:
         """Tell what was known last; the exit code."""
         note = "the time for this incident was over before everything was read"
+        if (starved := self._waited()) >= 1.0:
+            note += f" ({starved:.0f} s of it went by in waiting for a CPU: the machine is busy)"
         try:
             if self._last is None:
                 decision = decide(self._scene.reason, Witnesses(soft=self._request.soft))
-                self._line("undecided", f"undecided: {note}.\ndumps: {self._stores.path}", None, decision)
+                there, missing = self._stacks.so_far()
+                text = f"undecided: {note}.\n{there}\ndumps: {self._stores.path}"
+                head = incident_json.head(self._scene, self._began)
+                self._stores.write_json("incident.json", {**head, "text": text, "missing": missing})
+                self._line("undecided", text, None, decision)
             else:
                 taken, merged, judgement = self._last
                 decision = decide(self._scene.reason, self._witnesses(merged, judgement))

@@ -31,6 +31,7 @@ from . import ports
 from .api_key import authorise
 from .control import Control, sweep_cookie
 from .handle import Server
+from .loop import STARVED
 from .paths import server_directory
 from .readiness import EXITED, Waiting, shown_tail, wait
 from .record import ServerRecord, boot_id
@@ -139,7 +140,7 @@ def start(
                 probe=engine.ready(spec),
                 model=server.model,
                 budget=limits.startup,
-                incident_limit=limits.dump + limits.grace + 30.0,
+                incident_limit=(1 + STARVED) * limits.dump + limits.grace + 30.0,
                 rearm=lambda: control.arm(STARTUP_ALARM, time.monotonic() + limits.startup, argv, limits.dump),
                 disarm=lambda: control.disarm(STARTUP_ALARM),
                 progress=progress or (lambda _: None),

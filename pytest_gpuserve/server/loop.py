@@ -34,6 +34,8 @@ RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SI
 LINE_LIMIT, CLIENT_LIMIT = 1 << 20, 16  # bytes of a request, or of events that a full disk keeps waiting; clients
 IN_MOVED_TO, IN_CREATE = 0x80, 0x100
 TREE_START, TREE_SILENCE = 10.0, 1.5  # seconds
+STARVED = 0.75
+"""Part of its limit that a dump gets on top while it waits for a CPU: a busy machine must not cost the stacks."""
 
 
 def stat(pid: int) -> tuple[int, str]:
@@ -44,6 +46,16 @@ def stat(pid: int) -> tuple[int, str]:
         return int(part[19]), part[0].decode()
     except (OSError, IndexError):
         return -1, ""
+
+
+def waited(pid: int) -> float:
+    """Seconds for which a process (its first thread) was ready to run and got no CPU; 0.0 where the kernel keeps no
+    account of it. All of its life."""
+    try:
+        with open(f"/proc/{pid}/schedstat", "rb") as file:
+            return int(file.read().split()[1]) / 1e9
+    except (OSError, IndexError, ValueError):
+        return 0.0
 
 
 def prctl(option: int, value: int) -> None:

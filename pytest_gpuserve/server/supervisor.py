@@ -21,11 +21,12 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 if TYPE_CHECKING:
-    from . import cgroup
+    from . import cgroup, loop
     from .loop import PR_SET_CHILD_SUBREAPER, RESET, Journal, Listener, Loop, Tree, prctl, spawn, stat, watch_folder
     from .tree import SHARED
 else:  # as a script: its own directory comes first
     import cgroup
+    import loop
     from loop import PR_SET_CHILD_SUBREAPER, RESET, Journal, Listener, Loop, Tree, prctl, spawn, stat, watch_folder
     from tree import SHARED
 
@@ -54,12 +55,13 @@ class Alarm(NamedTuple):
 
 
 class Dump(NamedTuple):
-    """An alarm's argv while it runs; killed at ``until``."""
+    """An alarm's argv while it runs; killed at ``until``, which moves while it waits for a CPU, to ``most`` at most."""
 
     alarm: Alarm
     pid: int
     begun: float
     until: float
+    most: float
 
 
 def seconds(value: Any) -> float:
@@ -142,7 +144,7 @@ class Supervisor:
         if self.tree.asked and now >= self.tree.limit:
             self.tree.replace()
         if self.dump:
-            if now >= self.dump.until:
+            if now >= self.dump.until and not self.starved(self.dump):
                 with suppress(OSError):
                     os.killpg(self.dump.pid, signal.SIGKILL)  # not reaped yet, so still ours
                 self.dumped(None)
@@ -250,14 +252,24 @@ class Supervisor:
             with suppress(OSError):  # no process to be had
                 pid, told = spawn(alarm.argv, env, self.home, stdin=self.null, out=2, nofile=self.nofile)
                 os.close(told)
-        self.dump = Dump(alarm, pid, now, now + alarm.limit)
+                with suppress(OSError):  # where we may: a machine that is too busy is often why there is a dump
+                    os.setpriority(os.PRIO_PROCESS, pid, -10)
+        self.dump = Dump(alarm, pid, now, now + alarm.limit, now + (1 + loop.STARVED) * alarm.limit)
         if pid < 0:
             self.dumped(127)
+
+    def starved(self, dump: Dump) -> bool:
+        """Its limit is over, but not once the time is taken off for which it stood in line for a CPU."""
+        until = min(dump.begun + dump.alarm.limit + loop.waited(dump.pid), dump.most)
+        if until <= dump.until:
+            return False
+        self.dump = dump._replace(until=until)
+        return True
 
     def dumped(self, code: int | None) -> None:
         """An alarm's argv ended, or was killed at its limit (None). Unless that spares the server, the server goes."""
         if self.dump:
-            alarm, _, begun, _ = self.dump
+            alarm, begun = self.dump.alarm, self.dump.begun
             self.dump = None
             self.journal.emit("dumped", name=alarm.name, code=code, seconds=round(time.monotonic() - begun, 3))
             if not alarm.kill or code in alarm.spare:
@@ -281,7 +293,7 @@ class Supervisor:
         when an owner is gone not beyond the grace."""
         deadline = time.monotonic() + grace
         if why == "owner" and self.dump:
-            self.dump = self.dump._replace(until=min(self.dump.until, deadline))
+            self.dump = self.dump._replace(until=min(self.dump.until, deadline), most=min(self.dump.most, deadline))
         if not self.killing:
             self.killing, self.deadline = why, deadline
             self.journal.emit("killing", why=why, **data)

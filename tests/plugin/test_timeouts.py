@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import json
 import re
+import xml.etree.ElementTree as ET
 from pathlib import Path
 
 import pytest
 
-DUMP = 8
-"""Seconds of dump budget: how long after T pytest-timeout itself comes for a test that is stuck in its own code."""
+DUMP = 6
+"""Seconds of dump budget; pytest-timeout itself comes T + twice that for a test that is stuck in its own code."""
 
 HEAD = """
 import time, pytest
@@ -302,6 +303,35 @@ def test_other(): pass
     assert incident.name in text
     assert incident.name in project.junit()["test_stuck"].find("error").get("message")
     project.assert_nothing_left()
+
+
+def test_the_message_of_a_test_stuck_in_its_own_code_names_its_timeout(project):
+    """Mutation: ``Clock.say_what_was_asked`` does nothing: pytest-timeout names the sum of T and what came on top."""
+    project.write(test_it=HEAD + "@mark.timeout(1.5)\n@well\ndef test_stuck(server):\n    time.sleep(60)\n")
+    result = project.run("--gpuserve-dump-timeout=2")
+    result.assert_outcomes(failed=1)
+    text = " ".join(result.stdout.str().split())
+    assert "Timeout (>1.5s) from pytest-timeout; the test was still running 4 s later" in text
+    assert "5.5s" not in text
+
+
+def test_a_worker_that_died_and_whose_test_is_run_again_has_a_name_in_junit(project):
+    """Mutation: ``Controller._name_in_junit`` does nothing: <testcase time="0.000"/>."""
+    project.write(
+        test_it="""
+        import os, pathlib
+
+        def test_dies_once():
+            mark = pathlib.Path("died")
+            if not mark.exists():
+                mark.touch()
+                os._exit(1)
+        """
+    )
+    project.run("-n1", "--reruns=1", "--junitxml=junit.xml").assert_outcomes(passed=1)
+    cases = list(ET.parse(project.path / "junit.xml").iter("testcase"))
+    assert [case.get("name") for case in cases] == ["test_dies_once"] * 2
+    assert ["was run again" in ET.tostring(case, "unicode") for case in cases] == [True, False]
 
 
 def test_each_rerun_has_the_whole_timeout(project):

@@ -11,7 +11,8 @@ from contextlib import suppress
 from pathlib import Path
 
 from pytest_gpuserve import procfs
-from pytest_gpuserve.report import taking
+from pytest_gpuserve.diagnose import stacks
+from pytest_gpuserve.report import stack_rounds, taking
 from pytest_gpuserve.report.incident import EXIT_KILL, record_incident
 
 SECRETS = ("never-to-be-seen-17", "my private words", "token-of-the-env-9", "in-the-spec-42", "given-as-flag-31")
@@ -104,3 +105,46 @@ def test_its_own_clock_ends_it_where_the_work_is_stuck(fake, monkeypatch):
     assert line["verdict"] == "hang"
     assert line["culprits"] == ["TP1"]
     assert "the time for this incident was over" in line["text"]
+
+
+def test_what_is_on_disk_when_its_clock_ends_it_within_the_first_round(fake, monkeypatch):
+    """One rank's stack takes for ever, and nobody has judged anything yet.
+
+    Mutations: no ``missing``; the sentence of ``StackRounds.so_far`` left out.
+    """
+    server = fake(ranks=3, answer="no", faults=["1=late"])
+    left, stuck, codes = threading.Event(), threading.Event(), []
+    real = stack_rounds.stacks.take
+
+    def take(everyone, role_of, *, on_dump, **options):
+        def all_but_one(dump):
+            if dump.label == "TP1":
+                stuck.wait(30)
+            on_dump(dump)
+
+        return real(sorted(everyone, key=lambda s: "TP1" in " ".join(procfs.cmdline(s.pid))), role_of,
+                    on_dump=all_but_one, **options)  # fmt: skip
+
+    monkeypatch.setattr(stack_rounds.stacks, "take", take)
+    monkeypatch.setattr(stacks, "_AT_ONCE", 1)  # in that order
+    work = threading.Thread(
+        target=record_incident,
+        args=(server.directory, server.artifacts, "no_progress"),
+        kwargs={"limit": 6.0, "rounds": 1, "leave": lambda code: (codes.append(code), left.set())},
+        daemon=True,
+    )
+    work.start()
+    assert left.wait(20)
+    line = server.line()
+    written = json.loads((Path(line["incident"]) / "incident.json").read_text())
+    there = {path.name.partition(".")[0] for path in (Path(line["incident"]) / "stacks").glob("*.json")}
+    stuck.set()
+    work.join(20)
+    assert codes == [EXIT_KILL]
+    assert {"TP0", "TP2"} <= there
+    assert "TP1" not in there
+    assert not written["complete"]
+    assert written["missing"] == ["TP1"]
+    for text in (line["text"], written["text"]):
+        assert "on disk: TP0, TP2" in text
+        assert "the time was over before those of TP1 were taken" in text

@@ -8,12 +8,15 @@ import sys
 import time
 from collections.abc import Callable
 from contextlib import suppress
+from inspect import cleandoc
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_gpuserve.errors import ServerError
+from pytest_gpuserve.plugin.options import alarm_limit, incident_limit, last_resort
+from pytest_gpuserve.server.loop import STARVED
 from pytest_gpuserve.server.record import processes
 
 Wait = Callable[..., Any]
@@ -182,3 +185,32 @@ def test_events_are_lines_of_json_with_both_clocks(serve: Any) -> None:
     assert all(abs(line["monotonic"] - time.monotonic()) < 60 for line in lines)
     assert lines[1]["pid"] == server.record.root.pid == server.control.status()["pid"]
     assert os.getsid(lines[1]["pid"]) == lines[1]["pid"]
+
+
+def test_a_dump_that_waits_for_a_cpu_has_more_time(serve: Any, wait_for: Wait) -> None:
+    """The dump is kept from its CPU for more than 1.2 s and sleeps until 2.6 s are over; its limit is 2.
+
+    Mutation: ``Supervisor.starved`` always False.
+    """
+    server = serve()
+    starve = """
+        begun = time.monotonic()
+        os.sched_setaffinity(0, [min(os.sched_getaffinity(0))])
+        rivals = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(3)]
+        waited = lambda: int(open("/proc/self/schedstat").read().split()[1]) / 1e9
+        while waited() < 1.2: pass
+        for rival in rivals: rival.kill()
+        time.sleep(max(0, begun + 2.6 - time.monotonic()))
+        sys.exit(75)
+    """
+    server.control.fire("busy", script(cleandoc(starve)), 2.0)
+    wait_for(lambda: events(server, "dumped"))
+    dumped = server.control.last("dumped").data
+    assert dumped["code"] == 75
+    assert dumped["seconds"] > 2.3
+
+
+def test_pytest_timeout_comes_when_a_starved_dump_is_over_and_the_server_ended() -> None:
+    for budget in (2.0, 30.0):
+        assert last_resort(budget) >= alarm_limit(budget) * (1 + STARVED) + 0.5 * budget
+        assert incident_limit(budget) < alarm_limit(budget)
