@@ -13,6 +13,7 @@ from .evidence import NO_PROGRESS, Evidence, LockFact, Witness
 from .kernel import KernelWait, kernel_wait
 from .merge import Member, Merged, label_order, merge
 from .model import ClassKind, Frame, RankClass
+from .roles import rank_in
 from .signatures import last_name
 
 BUSY = 0.5
@@ -100,14 +101,22 @@ class Case:
             if member.condition == "dead" and member.role not in ("helper", "compiler", "other"):
                 code = member.facts.get("exit")
                 found[member.label] = code if isinstance(code, int) else None
+        for gone in self.evidence.departures:
+            counts = rank_in(gone.label) is not None or self.evidence.server_exit is not None  # a helper may end
+            if counts and gone.label not in ("api", *found) and self._absent(gone.label):
+                found[gone.label] = gone.code
         names = {m.label for m in self.merged.members} | set(self.evidence.expected) | set(_ROLE_WORDS)
         for label, code in self.evidence.exits.items():
-            alive = label in self.merged.by_label and self.merged.by_label[label].condition != "dead"
-            if label in names and not alive:
+            if label in names and self._absent(label):
                 found[label] = code
         for label in self.missing:
             found.setdefault(label, self.evidence.exits.get(label))
         return dict(sorted(found.items(), key=lambda item: label_order(item[0])))
+
+    def _absent(self, label: str) -> bool:
+        """No living process has this label."""
+        member = self.merged.by_label.get(label)
+        return member is None or member.condition == "dead"
 
     @cached_property
     def stopped(self) -> tuple[Member, ...]:

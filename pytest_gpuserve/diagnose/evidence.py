@@ -101,6 +101,20 @@ class Witness:
 
 
 @dataclass(frozen=True, slots=True)
+class Departure:
+    """A process of the engine that ended by itself, before anything of ours ended the server.
+
+    ``at``: CLOCK_MONOTONIC seconds; two that ended together have the same. ``code``: as subprocess says it, None where
+    nobody could tell.
+    """
+
+    label: str
+    pid: int
+    at: float
+    code: int | None = None
+
+
+@dataclass(frozen=True, slots=True)
 class Progress:
     """What the watcher saw before the incident.
 
@@ -132,6 +146,7 @@ class Evidence:
         phases: label of a rank to its phase, from the log.
         expected: labels of the ranks there should be.
         exits: label, or pid as text, of processes that ended to their exit code (negative: by that signal).
+        departures: who ended in which order, as far as somebody watched.
         server_exit: exit code of the server's first process, None while it lives.
         engine: adapter's name; ``axes``: axis to value name; ``tp``: tensor-parallel size.
         log: what the log says; fatal facts carry a verdict.
@@ -150,6 +165,7 @@ class Evidence:
     phases: Mapping[str, RankPhase] = field(default_factory=dict)
     expected: tuple[str, ...] = ()
     exits: Mapping[str, int] = field(default_factory=dict)
+    departures: tuple[Departure, ...] = ()
     server_exit: int | None = None
     engine: str | None = None
     axes: Mapping[str, str] = field(default_factory=dict)

@@ -13,7 +13,7 @@ from ..engines.base import ProcessRole
 from ..gpu import Gpu
 from ..phases.rank_phase import RankPhase
 from ..vocabulary import PHASES, VERDICTS
-from .evidence import Evidence, LockFact, LogFact, Memory, Progress, Witness
+from .evidence import Departure, Evidence, LockFact, LogFact, Memory, Progress, Witness
 from .model import ProcessDump
 from .roles import rank_in
 
@@ -35,6 +35,7 @@ def to_json(evidence: Evidence) -> dict[str, Any]:
         **{name: getattr(evidence, name) for name in _PLAIN},
         "labels": labels,
         "phases": {label: asdict(phase) for label, phase in evidence.phases.items()},
+        "departures": [asdict(entry) for entry in evidence.departures],
         "log": [asdict(fact) for fact in evidence.log],
         "memory": asdict(evidence.memory) if evidence.memory else None,
         "gpus": [gpu.to_json() for gpu in evidence.gpus],
@@ -60,6 +61,7 @@ def from_json(raw: Mapping[str, Any], rounds: Sequence[Sequence[ProcessDump]] = 
             **plain,
             rounds=[[_named(dump, labels) for dump in dumps] for dumps in rounds],
             phases={str(label): _phase(phase) for label, phase in raw["phases"].items()},
+            departures=_all(lambda entry: _one(Departure, entry), raw.get("departures", ())),
             log=_all(_log_fact, raw["log"]),
             memory=_one(Memory, raw["memory"], killed=tuple) if raw["memory"] else None,
             gpus=_all(Gpu.from_json, raw["gpus"]),

@@ -42,3 +42,7 @@ class Finding:
     def blaming(self, culprits: tuple[str, ...]) -> Finding:
         """The same, with these culprits."""
         return replace(self, culprits=culprits)
+
+    def noting(self, *facts: tuple[str, str]) -> Finding:
+        """The same, with more facts."""
+        return replace(self, facts=(*self.facts, *facts))

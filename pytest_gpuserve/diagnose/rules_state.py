@@ -6,6 +6,7 @@ import signal
 from collections.abc import Mapping
 
 from .case import READS, Case
+from .evidence import Departure
 from .finding import Finding
 from .merge import format_ranks
 from .proc_facts import exit_words
@@ -14,6 +15,10 @@ from .signatures import by_id
 
 _BRIEF = 30.0
 """Seconds that are too short where the watcher's window is not known."""
+_APART = 0.3
+"""Seconds between two ends in which the second may have followed from the first; nearer ones are a tie."""
+_TOLD = (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 0)
+"""How a process ends that was asked to."""
 _FATAL = ("oom", "unsupported_arch", "config", "port", "infra", "crash", "leak")
 
 
@@ -24,11 +29,14 @@ def exited(case: Case) -> Finding | None:
         return None
     memory = evidence.memory
     fatal = _fatal(case)
-    dead = _first_to_die(case.dead)
+    went = _went_first(case)
+    dead = () if went and went.label == "api" else (went.label,) if went else _first_to_die(case.dead)
     killed = [label for label, code in case.dead.items() if code in (-9, 137)]
     oom = memory is not None and bool(memory.oom_kills) and (bool(killed) or evidence.server_exit in (-9, 137))
+    order = _order_of_exits(case, went)
     if fatal:
-        return fatal if fatal.culprits or not dead else fatal.blaming(dead)
+        fatal = fatal if fatal.culprits or not dead else fatal.blaming(dead)
+        return fatal.noting(*order) if went and went.label in fatal.culprits else fatal
     what = _exits(case)
     if oom and memory is not None:
         return Finding(
@@ -48,7 +56,42 @@ def exited(case: Case) -> Finding | None:
         what += (
             f"; {format_ranks(m.label for m in waiting)} still wait" + ("s" if len(waiting) == 1 else "") + " for it"
         )
-    return Finding("crash", what, culprits=dead, advice=advice, confidence=0.95 if known else 0.8, layer="process")
+    return Finding(
+        "crash",
+        what,
+        culprits=dead,
+        advice=advice,
+        facts=order,
+        confidence=0.95 if known or went else 0.8,
+        layer="process",
+    )
+
+
+def _went_first(case: Case) -> Departure | None:
+    """Who had ended while all others were still there; None where nobody saw that, or where it ended as processes do
+    that are told to."""
+    gone = _gone(case)
+    if not gone:
+        return None
+    first, rest = gone[0], [d for d in gone[1:] if d.label != gone[0].label]
+    if first.code in _TOLD or (first.code is None and not _fatal(case)):
+        return None
+    return first if all(d.at - first.at >= _APART for d in rest) else None
+
+
+def _gone(case: Case) -> list[Departure]:
+    """Departures of those that are gone for good, the first one first."""
+    gone = [d for d in case.evidence.departures if d.label in case.dead or d.label == "api"]
+    return sorted(gone, key=lambda d: d.at)
+
+
+def _order_of_exits(case: Case, first: Departure | None) -> tuple[tuple[str, str], ...]:
+    if first is None:
+        return ()
+    later = [(d.at - first.at, d.label) for d in _gone(case) if d.label != first.label]
+    went = f"{first.label} (pid {first.pid}) was the first to go ({exit_words(first.code)})"
+    after = f"; {later[0][1]} went {later[0][0]:.1f} s later" if later else ""
+    return ((went + after, "watcher"),)
 
 
 def _first_to_die(dead: Mapping[str, int | None]) -> tuple[str, ...]:
@@ -56,7 +99,7 @@ def _first_to_die(dead: Mapping[str, int | None]) -> tuple[str, ...]:
     it, which end by themselves (an exit code), abort, or are told to end."""
 
     def order(code: int | None) -> int:
-        if code is None or code in (-signal.SIGTERM, -signal.SIGINT, -signal.SIGHUP, 0):
+        if code is None or code in _TOLD:
             return 3
         return 2 if code > 0 else 1 if code == -signal.SIGABRT else 0
 

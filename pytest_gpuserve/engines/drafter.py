@@ -18,6 +18,8 @@ MLA_BACKENDS: Final = frozenset({"trtllm_mla", "cutlass_mla", "flashmla", "cuted
 """SGLang attention backends that serve only models with latent attention (``kv_lora_rank``)."""
 
 _HEADS = ("eagle", "eagle3")
+_HEADER: Final = 100_000_000
+"""Bytes of the longest header that the safetensors library accepts."""
 
 
 def check_draft(spec: ServerSpec, method: str, draft: str) -> None:
@@ -98,6 +100,42 @@ def check_draft_class(spec: ServerSpec, draft: str, install: Install, models: st
             f"{install.name} has no model class for the draft's architecture {wanted[0]}. Its heads: "
             f"{', '.join(heads)}. Name another draft_model, or install a version that knows it."
         )
+
+
+def check_draft_tokens(spec: ServerSpec, draft: str, install: Install, models: str) -> None:
+    """A head that carries a map of its own tokens (``d2t``) where its vocabulary is as large as the target's: SGLang
+    reads the map, vLLM 0.32 has no parameter for it and fails once the target has been loaded.
+
+    ``models`` is the file of the head's class, below the package: the install itself says whether it drops the map.
+
+    Raises:
+        EngineError: this install cannot load that head.
+    """
+    base = Path(spec.cwd or "")
+    target_folder, folder = base / Path(spec.model or "").expanduser(), base / Path(draft).expanduser()
+    if not folder.is_dir() or not (target_folder / "config.json").is_file():
+        return
+    if "self.draft_id_to_target_id = None" not in (install.source(models) or ""):
+        return
+    vocabulary = _config(target_folder).get("vocab_size")
+    size = _config(folder).get("draft_vocab_size") or vocabulary
+    if size == vocabulary and any(name in ("d2t", "draft_id_to_target_id") for name in _tensors(folder)):
+        raise EngineError(
+            f"the draft carries a map of its tokens (d2t) although its vocabulary is as large as the target's ({size}): "
+            f"{install.name} has no place for it and fails after the target has been loaded. Remove the tensor d2t from "
+            f"the draft's weights, or name another draft_model."
+        )
+
+
+def _tensors(folder: Path) -> set[str]:
+    """Names of the tensors in a folder's safetensors files, from their headers (8 bytes of length, then JSON)."""
+    names: set[str] = set()
+    for path in folder.glob("*.safetensors"):
+        with contextlib.suppress(OSError, ValueError, AttributeError), path.open("rb") as file:
+            length = int.from_bytes(file.read(8), "little")
+            if length <= _HEADER:
+                names |= json.loads(file.read(length)).keys()
+    return names
 
 
 def _config(folder: Path) -> dict[str, Any]:

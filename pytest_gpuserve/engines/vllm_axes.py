@@ -8,7 +8,7 @@ import re
 from ..errors import EngineError, SpecError
 from ..spec import AxisValue, ServerSpec
 from .arguments import Arguments, illegal, jit_cache, local_path, log_level, switch
-from .drafter import check_draft
+from .drafter import check_draft, check_draft_tokens
 from .flags import Install
 
 _REGISTRIES = ("v1/attention/backends/registry.py", "attention/backends/registry.py", "platforms/interface.py")
@@ -126,6 +126,8 @@ def _spec_decode(value: AxisValue, spec: ServerSpec, args: Arguments, install: I
     if isinstance(model := config.get("model"), str):
         config["model"] = local_path(model, "draft_model", spec)
         check_draft(spec, value.name, model)
+        if value.name == "eagle3":
+            check_draft_tokens(spec, model, install, "model_executor/models/llama_eagle3.py")
     if backend := config.get("attention_backend"):
         source = install.source("config/speculative.py")
         if source and not re.search(r"^    attention_backend\b", source, re.MULTILINE):

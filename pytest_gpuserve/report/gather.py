@@ -6,7 +6,7 @@ import json
 import re
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
@@ -14,12 +14,13 @@ from typing import Generic, TypeVar
 
 from .. import gpu, procfs
 from ..diagnose import coredump, flight, locks, machine, ras
-from ..diagnose.evidence import Evidence, LogFact, Progress, Witness
+from ..diagnose.evidence import Departure, Evidence, LogFact, Progress, Witness
 from ..diagnose.merge import Merged, label_order, merge, relabel
 from ..diagnose.model import ProcessDump
 from ..diagnose.roles import rank_in
-from ..engines.base import Engine, ProcessRole
+from ..engines.base import Engine, ProcessRole, Rank
 from ..server import inflight
+from ..server.control import Control
 from ..server.record import ServerRecord
 from . import logs
 
@@ -133,6 +134,22 @@ def exits(dumps: Sequence[ProcessDump]) -> dict[str, int]:
     return {**found, **{d.label: int(d.facts["exit"]) for d in dead if d.role.rank is not None}}
 
 
+def departures(record: ServerRecord, ranks: Mapping[int, Rank]) -> tuple[Departure, ...]:
+    """Who ended by itself, in the order that the watcher saw; what came after we began to end the server is ours.
+
+    ``ranks``: of processes whose titles did not tell them.
+    """
+    killing = Control(record.directory, record.supervisor).last("killing")
+    found: list[Departure] = []
+    for line in procfs.read(str(record.directory / "exits.jsonl")).splitlines():
+        with suppress(ValueError, KeyError, TypeError):  # a torn last line
+            raw = json.loads(line)
+            rank = ranks.get(raw["pid"])
+            label = rank.label if rank and rank_in(raw["label"]) is None else str(raw["label"])
+            found.append(Departure(label, int(raw["pid"]), float(raw["monotonic"]), raw["code"]))
+    return tuple(entry for entry in found if killing is None or entry.at < killing.monotonic)
+
+
 def _comm(pid: int) -> str:
     found = procfs.stat(pid)
     return found.comm if found else ""
@@ -239,6 +256,7 @@ class Scene:
             phases=self.log.phases,
             expected=wanted,
             exits=exits(last),
+            departures=departures(record, self.log.pids),
             server_exit=self.server_exit,
             engine=record.engine,
             axes={axis: value.name for axis, value in record.spec.axes},

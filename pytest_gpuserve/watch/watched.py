@@ -25,6 +25,7 @@ from ..server.record import ServerRecord, current_test
 from ..vocabulary import PHASES, Phase
 from . import budgets as learning
 from .budgets import Budgets
+from .exits import Exits
 from .metrics import Poller
 from .proc_tree import ProcessTable, ProcTree, RoleOf
 from .progress import Monitor, Reading
@@ -136,6 +137,7 @@ class Watched:
         self._events = 0
         self.history: deque[Sample] = deque(maxlen=HISTORY)
         self.samples = SampleFile(record.directory / SAMPLES, every=max(1.0, settings.interval))
+        self.exits = Exits(record.directory)
         self._doing: tuple[str | None, bool] = (None, False)  # the test in progress; requests are under way
         self.reading: Reading | None = None
         self.fired: float | None = None
@@ -171,6 +173,7 @@ class Watched:
             ended=requests.ended,
             root=procfs.same(self.record.root) if self.record.root else False,
         )
+        self.exits.follow(sample.processes.values())
         if sample.phase in ("ready", "serving") and not self.ready:
             self.ready = True
             self._learn()
@@ -190,6 +193,7 @@ class Watched:
         if healthy and self.ready:
             self._learn()
         self.tree.close()
+        self.exits.close()
         self.samples.close()
         if self._log:
             self._log.close()

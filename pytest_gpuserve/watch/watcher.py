@@ -107,9 +107,7 @@ class Watcher:
             while not told:
                 begin = time.monotonic()
                 self.tick()
-                pause = self._pause(begin)
-                events = poll.poll(max(1, int(pause * 1000)))
-                if any(fd == pidfd for fd, _ in events):
+                if pidfd in self._wait(poll, time.monotonic() + self._pause(begin), told):
                     break
                 if not self.session.is_dir():
                     break
@@ -132,6 +130,21 @@ class Watcher:
                 self._look(name)
             else:
                 watched.tree.notice(self._table)
+
+    def _wait(self, poll: select.poll, until: float, told: list[int]) -> set[int]:
+        """Until then, or something that :meth:`run` waits for happens: its descriptors. Who ends meanwhile is noted at
+        once: which rank went first is told by fractions of a second."""
+        while True:
+            ends = {fd: watched.exits for watched in self.servers.values() for fd in watched.exits.fds}
+            for fd in ends:
+                poll.register(fd, select.POLLIN)
+            ready = {fd for fd, _ in poll.poll(max(1, int((until - time.monotonic()) * 1000)))}
+            for fd in ends:
+                poll.unregister(fd)
+            for exits in {ends[fd] for fd in ready & ends.keys()}:
+                exits.ended(fd for fd in ready if ends.get(fd) is exits)
+            if told or ready - ends.keys() or time.monotonic() >= until:
+                return ready - ends.keys()
 
     def _pause(self, begin: float) -> float:
         """Seconds to wait: until the next server is due; a suspect is due four times as often."""

@@ -7,7 +7,7 @@ import json
 import pytest
 
 from pytest_gpuserve.diagnose import evidence_json
-from pytest_gpuserve.diagnose.evidence import Evidence, LockFact, LogFact, Memory, Progress, Witness
+from pytest_gpuserve.diagnose.evidence import Departure, Evidence, LockFact, LogFact, Memory, Progress, Witness
 from pytest_gpuserve.diagnose.model import Frame, ProcessDump, ThreadStack
 from pytest_gpuserve.diagnose.verdict import judge
 from pytest_gpuserve.engines.base import ProcessRole, Rank
@@ -29,6 +29,7 @@ WHOLE = Evidence(
     phases={"TP0": RankPhase("cuda_graph", 5.0, 3, 9, "line", (("spawn", 1.0, 5.0),), None, 8.0, True)},
     expected=("TP0", "TP1", "TP2"),
     exits={"TP1": -9},
+    departures=(Departure("TP1", 11, 7.5, -9), Departure("TP0", 10, 8.5)),
     engine="sglang",
     axes={"spec_decode": "eagle3"},
     tp=3,
@@ -75,3 +76,9 @@ def test_what_is_none_of_ours_is_a_value_error(change: dict[str, object]) -> Non
     raw = {**json.loads(json.dumps(evidence_json.to_json(WHOLE))), **change}
     with pytest.raises(ValueError, match=r"schema|no evidence of ours"):
         evidence_json.from_json(raw)
+
+
+def test_what_was_written_before_there_were_departures_is_read() -> None:
+    raw = json.loads(json.dumps(evidence_json.to_json(WHOLE)))
+    del raw["departures"]
+    assert evidence_json.from_json(raw, WHOLE.rounds).departures == ()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpuserve.diagnose import ras
-from pytest_gpuserve.diagnose.evidence import Evidence, LockFact, LogFact, Memory, Progress, Witness
+from pytest_gpuserve.diagnose.evidence import Departure, Evidence, LockFact, LogFact, Memory, Progress, Witness
 from pytest_gpuserve.diagnose.model import Judgement
 from pytest_gpuserve.diagnose.parse import read_dumps
 from pytest_gpuserve.diagnose.verdict import judge
@@ -653,3 +653,50 @@ def test_a_strong_sign_or_time_enough_is_slow_as_before(dumps):
     assert brief(stacks, moving=("log", "(CPU of TP1)")).verdict == "slow"
     assert brief(stacks, after=31.0).verdict == "slow"
     assert brief(stacks, reason="manual").verdict == "slow"
+
+
+# --- who went first
+
+
+def test_the_rank_that_went_while_the_others_were_there_is_the_one(dumps):
+    """vLLM 0.32 that loads: the log says "EngineCore failed to start", and of ten processes none is left to be read."""
+    fact = LogFact("EngineCore failed to start.", "server.log, line 63", "crash")
+    gone = (
+        Departure("TP1", 1452, 100.0, -9),
+        Departure("TP0", 1451, 109.0, -9),
+        Departure("engine_core", 1364, 109.4, 1),
+        Departure("api", 1300, 111.0, 1),
+    )
+    found = judge(Evidence(server_exit=1, departures=gone, expected=("TP0", "TP1"), log=(fact,), reason="exited"))
+    assert (found.verdict, found.culprits) == ("crash", ("TP1",))
+    assert ("TP1 (pid 1452) was the first to go (killed by SIGKILL); TP0 went 9.0 s later", "watcher") in found.facts
+
+
+@pytest.mark.parametrize(
+    ("gone", "named"),
+    [
+        ([("TP0", 1.0, None), ("TP1", 6.0, 1), ("api", 7.0, 0)], ("TP0",)),  # nobody read its code: still the first
+        ([("TP0", 1.0, -9), ("TP1", 1.1, -9), ("api", 1.2, -9)], ("TP0", "TP1")),  # SGLang ends all at once
+        ([("TP0", 1.0, 0), ("TP1", 6.0, -9), ("api", 7.0, 0)], ("TP1",)),  # as one that was told to
+        ([("TP0", 1.0, -15), ("TP1", 6.0, -11), ("api", 7.0, 0)], ("TP1",)),
+        ([("api", 1.0, -9), ("TP1", 6.0, -9), ("TP0", 9.0, -9)], ()),  # the front end: its ranks followed
+    ],
+)
+def test_who_went_first_is_not_always_to_be_told(gone, named):
+    fact = LogFact("EngineCore failed to start.", "server.log, line 63", "crash")
+    departures = tuple(Departure(label, 10 + n, at, code) for n, (label, at, code) in enumerate(gone))
+    codes = {label: code for label, _, code in gone if code is not None and label != "api"}
+    evidence = Evidence(
+        server_exit=1, departures=departures, exits=codes, expected=("TP0", "TP1"), log=(fact,), reason="exited"
+    )
+    assert judge(evidence).culprits == named
+
+
+def test_who_ended_by_the_way_is_no_crash_of_a_server_that_lives(dumps):
+    """A process that read the model's description and ended, long before."""
+    members = [dumps.dump("api", "f eng/x.py:1"), *dumps.same(2, dumps.IDLE_WORKER)]
+    gone = (Departure("worker", 5, 1.0, 0),)
+    assert judge(Evidence(rounds=[members], departures=gone, requests=0)).verdict == "ready"
+    lost = (Departure("TP1", 5, 1.0, -9),)
+    found = judge(Evidence(rounds=[members[:2]], departures=lost, requests=0))
+    assert (found.verdict, found.culprits) == ("crash", ("TP1",))

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpuserve.engines.drafter import check_draft, check_draft_attention, check_draft_class
+from pytest_gpuserve.engines.drafter import check_draft, check_draft_attention, check_draft_class, check_draft_tokens
 from pytest_gpuserve.engines.flags import Install
 from pytest_gpuserve.errors import EngineError, SpecError
 from pytest_gpuserve.spec import AxisValue, ServerSpec
@@ -124,3 +124,30 @@ def test_a_head_that_this_version_has_no_class_for(
     (models / "kimi_eagle3.py").write_text("class Eagle3DeepseekV2ForCausalLM(nn.Module):\n    pass\n")
     check_draft_class(spec, kimi, install, "srt/models")
     check_draft_class(spec, kimi, install, "another/place")
+
+
+def test_a_map_of_tokens_that_the_engine_has_no_place_for(tmp_path, spec):
+    """vLLM 0.32: "no module or parameter named 'draft_id_to_target_id'", once the target has been loaded."""
+    models = tmp_path / "vllm" / "model_executor" / "models"
+    models.mkdir(parents=True)
+    install = Install("vllm", "0.32.0", str(tmp_path / "vllm"), {})
+    where = "model_executor/models/llama_eagle3.py"
+
+    def head(name: str, tensors: dict, **config) -> str:
+        folder = write(tmp_path / name, {**EAGLE3, **config})
+        header = json.dumps(tensors).encode()
+        Path(folder, "model.safetensors").write_bytes(len(header).to_bytes(8, "little") + header)
+        return folder
+
+    whole = head("whole", {"fc.weight": {}, "d2t": {}}, draft_vocab_size=TARGET["vocab_size"])
+    check_draft_tokens(spec, whole, install, where)  # a class without the special case
+    (models / "llama_eagle3.py").write_text("        else:\n            self.draft_id_to_target_id = None\n")
+    with pytest.raises(EngineError, match=r"carries a map of its tokens \(d2t\).*vllm 0.32.0 has no place for it"):
+        check_draft_tokens(spec, whole, install, where)
+    with pytest.raises(EngineError, match="d2t"):  # left out: as large as the target's
+        check_draft_tokens(spec, head("silent", {"d2t": {}}, draft_vocab_size=None), install, where)
+    check_draft_tokens(spec, head("reduced", {"d2t": {}}), install, where)
+    check_draft_tokens(spec, head("bare", {"fc.weight": {}}, draft_vocab_size=TARGET["vocab_size"]), install, where)
+    check_draft_tokens(spec, "org/on-the-hub", install, where)
+    Path(whole, "model.safetensors").write_bytes(b"\xff" * 64)
+    check_draft_tokens(spec, whole, install, where)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import time
 from pathlib import Path
@@ -9,8 +10,9 @@ from pathlib import Path
 import pytest
 
 from pytest_gpuserve import procfs
-from pytest_gpuserve.diagnose.evidence import Progress
+from pytest_gpuserve.diagnose.evidence import Departure, Progress
 from pytest_gpuserve.engines import get_engine
+from pytest_gpuserve.engines.base import Rank
 from pytest_gpuserve.report import gather, logs
 from pytest_gpuserve.server.record import ServerRecord, boot_id
 from pytest_gpuserve.spec import ServerSpec
@@ -90,3 +92,19 @@ def test_the_end_of_a_long_log_begins_with_a_whole_line(record: ServerRecord) ->
     assert len(tail) > 2000
     record.log.write_text(f"{line}\n")
     assert logs.read(record, None).tail.split("\n") == [f"{'x' * 90} done", ""]
+
+
+def test_who_ended_by_itself_is_read_in_order_and_no_more(record):
+    """Named by the log where the title did not say; what we ended is not among them."""
+    lines = [
+        {"monotonic": 5.0, "pid": 11, "label": "worker", "code": -9},
+        {"monotonic": 7.5, "pid": 10, "label": "TP0", "code": None},
+        {"monotonic": 9.5, "pid": 9, "label": "engine_core", "code": -15},
+    ]
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    (record.directory / "exits.jsonl").write_text(text + '{"monotonic": 9.')
+    ranks = {11: Rank(tp=1), 10: Rank(tp=0)}
+    assert [d.label for d in gather.departures(record, ranks)] == ["TP1", "TP0", "engine_core"]
+    killing = {"event": "killing", "time": 1.0, "monotonic": 9.0, "why": "stop"}
+    (record.directory / "events.jsonl").write_text(json.dumps(killing) + "\n")
+    assert gather.departures(record, ranks) == (Departure("TP1", 11, 5.0, -9), Departure("TP0", 10, 7.5))
