@@ -103,17 +103,17 @@ class Case:
                 found[member.label] = code if isinstance(code, int) else None
         for gone in self.evidence.departures:
             counts = rank_in(gone.label) is not None or self.evidence.server_exit is not None  # a helper may end
-            if counts and gone.label not in ("api", *found) and self._absent(gone.label):
+            if counts and gone.label not in ("api", *found) and self.absent(gone.label):
                 found[gone.label] = gone.code
         names = {m.label for m in self.merged.members} | set(self.evidence.expected) | set(_ROLE_WORDS)
         for label, code in self.evidence.exits.items():
-            if label in names and self._absent(label):
+            if label in names and self.absent(label):
                 found[label] = code
         for label in self.missing:
             found.setdefault(label, self.evidence.exits.get(label))
         return dict(sorted(found.items(), key=lambda item: label_order(item[0])))
 
-    def _absent(self, label: str) -> bool:
+    def absent(self, label: str) -> bool:
         """No living process has this label."""
         member = self.merged.by_label.get(label)
         return member is None or member.condition == "dead"

@@ -72,7 +72,9 @@ def try_loading(
 ) -> list[Loaded]:
     """Import ``first``, then load every library. One that kills or blocks the process costs itself alone.
 
-    Nothing is tried after a module of ``first`` that cannot be imported. ``limit``: seconds without any news.
+    Nothing is tried after a module of ``first`` that cannot be imported. One that ends the process is tried again
+    before all others: builds for different processors (vLLM's ``_C_AVX2``) abort when the same operators are there.
+    ``limit``: seconds without any news.
     """
     left = [str(path) for path in libraries]
     found: dict[str, Loaded] = {}
@@ -88,6 +90,9 @@ def try_loading(
                 found[entry["done"]] = Loaded(
                     entry["done"], error, meaning(error, version) if error else None, entry.get("version", "")
                 )
+        if begun in left[1:]:
+            left = [begun, *(path for path in left if path not in found and path != begun)]
+            continue
         if begun is not None:
             found[begun] = Loaded(begun, f"loading it {end}")
         left = [path for path in left if path not in found]

@@ -10,6 +10,7 @@ from .evidence import Departure
 from .finding import Finding
 from .merge import format_ranks
 from .proc_facts import exit_words
+from .roles import rank_in
 from .rules_stacks import odd_ones
 from .signatures import by_id
 
@@ -30,7 +31,13 @@ def exited(case: Case) -> Finding | None:
     memory = evidence.memory
     fatal = _fatal(case)
     went = _went_first(case)
-    dead = () if went and went.label == "api" else (went.label,) if went else _first_to_die(case.dead)
+    dead: tuple[str, ...]
+    if went is not None:
+        dead = () if went.label == "api" else (went.label,)
+    elif evidence.server_exit is not None and _unseen(case, {k for k, code in case.dead.items() if code is not None}):
+        dead = ()
+    else:
+        dead = _first_to_die(case.dead)
     killed = [label for label, code in case.dead.items() if code in (-9, 137)]
     oom = memory is not None and bool(memory.oom_kills) and (bool(killed) or evidence.server_exit in (-9, 137))
     order = _order_of_exits(case, went)
@@ -69,14 +76,20 @@ def exited(case: Case) -> Finding | None:
 
 def _went_first(case: Case) -> Departure | None:
     """Who had ended while all others were still there; None where nobody saw that, or where it ended as processes do
-    that are told to."""
+    that are told to, or not everybody's end was seen."""
     gone = _gone(case)
-    if not gone:
+    if not gone or _unseen(case, set()):
         return None
     first, rest = gone[0], [d for d in gone[1:] if d.label != gone[0].label]
     if first.code in _TOLD or (first.code is None and not _fatal(case)):
         return None
     return first if all(d.at - first.at >= _APART for d in rest) else None
+
+
+def _unseen(case: Case, known: set[str]) -> bool:
+    """Whether a rank is gone of whose end nobody knows more: it may have been the first."""
+    seen = known | {d.label for d in case.evidence.departures}
+    return any(rank_in(label) and case.absent(label) for label in {*case.dead, *case.evidence.expected} - seen)
 
 
 def _gone(case: Case) -> list[Departure]:

@@ -121,9 +121,9 @@ def check_draft_tokens(spec: ServerSpec, draft: str, install: Install, models: s
     size = _config(folder).get("draft_vocab_size") or vocabulary
     if size == vocabulary and any(name in ("d2t", "draft_id_to_target_id") for name in _tensors(folder)):
         raise EngineError(
-            f"the draft carries a map of its tokens (d2t) although its vocabulary is as large as the target's ({size}): "
-            f"{install.name} has no place for it and fails after the target has been loaded. Remove the tensor d2t from "
-            f"the draft's weights, or name another draft_model."
+            f"the draft carries a map of its tokens (d2t) although its vocabulary is as large as the target's "
+            f"({size}): {install.name} has no place for it and fails after the target has been loaded. Remove the "
+            f"tensor d2t from the draft's weights, or name another draft_model."
         )
 
 

@@ -145,6 +145,8 @@ def departures(record: ServerRecord, ranks: Mapping[int, Rank]) -> tuple[Departu
         with suppress(ValueError, KeyError, TypeError):  # a torn last line
             raw = json.loads(line)
             rank = ranks.get(raw["pid"])
+            if raw["role"] == "other" and rank is None:
+                continue
             label = rank.label if rank and rank_in(raw["label"]) is None else str(raw["label"])
             found.append(Departure(label, int(raw["pid"]), float(raw["monotonic"]), raw["code"]))
     return tuple(entry for entry in found if killing is None or entry.at < killing.monotonic)

@@ -24,8 +24,8 @@ from .sample import ProcessSample
 
 NAME: Final = "exits.jsonl"
 _ROLES: Final[frozenset[RoleName]] = frozenset({"api", "engine_core", "worker", "scheduler", "detokenizer"})
-_MOST: Final = 1024
-"""Processes of one server that are followed."""
+_OTHERS: Final = 500
+"""Processes without a role that are followed: a rank has its title late, and the log may tell whose pid it was."""
 
 _GET_INFO: Final = 0xC040FF0B  # PIDFD_GET_INFO, 64 bytes: Linux 6.13; the exit status of a reaped process: 6.15
 _INFO: Final = struct.Struct("=QQ11Ii")
@@ -37,7 +37,8 @@ class Exits:
 
     def __init__(self, directory: Path) -> None:
         self._path = directory / NAME
-        self._known: dict[ProcessId, int] = {}
+        self._known: dict[ProcessId, int] = {}  # -1: nobody can follow it
+        self._others = 0
         self._labels: dict[int, tuple[ProcessId, str, RoleName]] = {}
 
     @property
@@ -48,10 +49,8 @@ class Exits:
     def follow(self, processes: Iterable[ProcessSample]) -> None:
         """Take in the processes of a sample."""
         for process in processes:
-            if process.role not in _ROLES:
-                continue
             fd = self._known.get(process.process)
-            if fd is None and process.alive and len(self._known) < _MOST:
+            if fd is None and process.alive and self._wanted(process.role):
                 fd = self._open(process.process)
             if fd is not None and fd in self._labels:  # a title that came late
                 self._labels[fd] = (process.process, process.label, process.role)
@@ -64,6 +63,7 @@ class Exits:
             if (found := self._labels.pop(fd, None)) is None:
                 continue
             process, label, role = found
+            del self._known[process]
             entry = {"time": round(wall, 3), "monotonic": round(now, 3), "pid": process.pid, "start": process.start}
             lines.append({**entry, "label": label, "role": role, "code": exit_code(process, fd)})
             os.close(fd)
@@ -85,6 +85,12 @@ class Exits:
         for fd in self._labels:
             os.close(fd)
         self._labels.clear()
+
+    def _wanted(self, role: RoleName) -> bool:
+        if role != "other":
+            return role in _ROLES
+        self._others += 1
+        return self._others <= _OTHERS
 
     def _open(self, process: ProcessId) -> int:
         """A pidfd of this process and no later one of its number; -1 where there is none."""

@@ -17,6 +17,8 @@ Build = Callable[..., Path]
 GOOD = "int good(void) { return 1; }"
 ABI = "extern int _ZN3c105ErrorC2EOS0_(void); int f(void) { return _ZN3c105ErrorC2EOS0_(); }"
 DIES = "#include <stdlib.h>\n__attribute__((constructor)) static void begin(void) { abort(); }"
+ALONE = """#include <stdlib.h>
+__attribute__((constructor)) static void begin(void) { if (getenv("ANOTHER")) abort(); setenv("ANOTHER", "1", 1); }"""
 HANGS = "#include <unistd.h>\n__attribute__((constructor)) static void begin(void) { sleep(100); }"
 
 
@@ -67,6 +69,14 @@ def test_a_library_that_hangs_costs_its_limit_alone(build: Build, tmp_path: Path
     found = load(tmp_path, build("hangs.so", HANGS), build("good.so", GOOD), limit=2)
     assert found["hangs.so"].error == "loading it did not come back within 2 s"
     assert found["good.so"].error is None
+
+
+def test_two_that_exclude_each_other_both_load(build: Build, tmp_path: Path) -> None:
+    """vLLM's CPU builds for AVX2 and AVX-512: each alone is right, and one of them is all that the engine loads."""
+    libraries = [build(name, ALONE) for name in ("avx2.so", "avx512.so", "other.so")]
+    found = load(tmp_path, build("good.so", GOOD), *libraries, build("dies.so", DIES))
+    assert [item.error for name, item in found.items() if name != "dies.so"] == [None] * 5
+    assert "SIGABRT" in (found["dies.so"].error or "")
 
 
 def test_torch_comes_first(build: Build, tmp_path: Path) -> None:

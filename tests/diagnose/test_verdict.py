@@ -679,6 +679,7 @@ def test_the_rank_that_went_while_the_others_were_there_is_the_one(dumps):
         ([("TP0", 1.0, -9), ("TP1", 1.1, -9), ("api", 1.2, -9)], ("TP0", "TP1")),  # SGLang ends all at once
         ([("TP0", 1.0, 0), ("TP1", 6.0, -9), ("api", 7.0, 0)], ("TP1",)),  # as one that was told to
         ([("TP0", 1.0, -15), ("TP1", 6.0, -11), ("api", 7.0, 0)], ("TP1",)),
+        ([("TP0", 6.0, -9), ("api", 7.0, 0)], ()),  # TP1 was never seen
         ([("api", 1.0, -9), ("TP1", 6.0, -9), ("TP0", 9.0, -9)], ()),  # the front end: its ranks followed
     ],
 )

@@ -97,9 +97,10 @@ def test_the_end_of_a_long_log_begins_with_a_whole_line(record: ServerRecord) ->
 def test_who_ended_by_itself_is_read_in_order_and_no_more(record):
     """Named by the log where the title did not say; what we ended is not among them."""
     lines = [
-        {"monotonic": 5.0, "pid": 11, "label": "worker", "code": -9},
-        {"monotonic": 7.5, "pid": 10, "label": "TP0", "code": None},
-        {"monotonic": 9.5, "pid": 9, "label": "engine_core", "code": -15},
+        {"monotonic": 4.0, "pid": 12, "label": "sh", "role": "other", "code": 0},
+        {"monotonic": 5.0, "pid": 11, "label": "python3", "role": "other", "code": -9},
+        {"monotonic": 7.5, "pid": 10, "label": "TP0", "role": "worker", "code": None},
+        {"monotonic": 9.5, "pid": 9, "label": "engine_core", "role": "engine_core", "code": -15},
     ]
     text = "".join(json.dumps(line) + "\n" for line in lines)
     (record.directory / "exits.jsonl").write_text(text + '{"monotonic": 9.')

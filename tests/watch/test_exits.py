@@ -53,7 +53,7 @@ def wait(exits: Exits) -> list[int]:
 
 def test_they_are_written_down_in_their_order_and_with_their_codes(tmp_path, child):
     exits, first, second, helper = Exits(tmp_path), child(), child(), child()
-    exits.follow([sample(first, "worker"), sample(second, "TP1"), sample(helper, "tracker", "helper")])
+    exits.follow([sample(first, "python3", "other"), sample(second, "TP1"), sample(helper, "tracker", "helper")])
     exits.follow([sample(first, "TP0"), sample(second, "TP1")])  # a title that came late
     assert len(list(exits.fds)) == 2
     second.kill()
