@@ -15,7 +15,9 @@ import sys
 import tempfile
 import threading
 import time
+from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
 from pytest_gpuserve import procfs
 from pytest_gpuserve.engines import get_engine
@@ -32,12 +34,12 @@ def cpu(pid: int) -> float:
     return 0.0 if found is None else (found.utime + found.stime) / 100.0
 
 
-def serve(session: Path, number: int, tp: int) -> list[Server]:
-    """Start ``number`` servers at once."""
+def serve(session: Path, number: int, tp: int, args: Mapping[str, Any] | None = None) -> list[Server]:
+    """Start ``number`` servers at once; ``args``: more options of the embedded engine."""
     servers: list[Server] = []
 
     def one() -> None:
-        spec = ServerSpec.from_mapping({"engine": "sim", "tp": tp, "args": {"quiet": True}})
+        spec = ServerSpec.from_mapping({"engine": "sim", "tp": tp, "args": {"quiet": True, **(args or {})}})
         limits = Limits(startup=300, grace=1.0, dump=10)
         servers.append(
             start(spec, get_engine("sim"), parent=session, limits=limits, incident=lambda directory, reason: [])

@@ -57,7 +57,8 @@ GRAMMAR: Final = LogGrammar(
 FEATURES: Final = Features(
     base=(
         *("--model-path", "--served-model-name", "--tp", "--host", "--port", "--api-key", "--flavor", "--fault"),
-        *("--shards", "--context-length", "--max-running-requests", "--seed", "--quiet", "--*-seconds", "--*-timeout"),
+        *("--shards", "--context-length", "--max-running-requests", "--seed"),
+        *("--quiet", "--chatter", "--*-seconds", "--*-timeout"),
     ),
     base_env=GENERIC.base_env,
     model=("--model-path",),

@@ -35,7 +35,7 @@ def check(item: pytest.Item, state: State) -> None:
         return
     if problem := missing_model(wanted.spec):
         pytest.fail(problem, pytrace=False)
-    if settings.session_deadline is not None and time.time() >= settings.session_deadline:
+    if settings.session_deadline is not None and time.monotonic() >= settings.session_deadline:
         pytest.fail("not run: the session's deadline (--gpuserve-session-deadline) has passed.", pytrace=False)
     if reason := missing_gpus(item, wanted.spec):
         if settings.strict_arch:

@@ -43,7 +43,7 @@ def launch(
 
     budget = limits.startup_timeout
     if limits.session_deadline is not None:
-        budget = max(1.0, min(budget, limits.session_deadline - time.time()))
+        budget = max(1.0, min(budget, limits.session_deadline - time.monotonic()))
     begin_results(state.config)
     state.ledger.starting(spec)
     live, server = Live(state, item), None
@@ -82,6 +82,5 @@ def launch(
         )
     slot = Slot(wanted.key, server, limits, lease, Evidence(server, last_resort(limits.dump_timeout) + limits.grace))
     if limits.session_deadline is not None:
-        moment = time.monotonic() + limits.session_deadline - time.time()
-        arm(slot, SESSION_ALARM, moment, None, None)
+        arm(slot, SESSION_ALARM, limits.session_deadline, None, None)
     return slot

@@ -72,7 +72,7 @@ class Leasing:
             )
         limit = settings.lease_timeout
         if settings.session_deadline is not None:
-            limit = max(1.0, min(limit, settings.session_deadline - time.time()))
+            limit = max(1.0, min(limit, settings.session_deadline - time.monotonic()))
         try:
             return acquire(
                 spec.tp,

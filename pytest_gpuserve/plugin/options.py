@@ -39,7 +39,7 @@ class Settings:
         lease_timeout: seconds to wait for GPUs.
         stall_timeout: seconds without any sign of progress after which a server is hung; ``auto``: learned per phase;
             None: nobody watches.
-        session_deadline: wall-clock time (as time.time()) at which every server is dumped; None: no deadline.
+        session_deadline: moment (CLOCK_MONOTONIC) at which every server is dumped; None: no deadline.
         artifacts: where incidents go; None: nowhere but the state directory.
         retain: ``failure``: a bundle of every incident; ``always``: one of every server, when it is stopped, too.
         keep: so many incidents stay among the artifacts; 0: all.
@@ -182,6 +182,11 @@ def deadline(text: str, source: Source, now: float | None = None) -> float | Non
     if when <= now:
         raise pytest.UsageError(f"{source}: {text} has already passed.")
     return when
+
+
+def monotonic(when: float | None) -> float | None:
+    """A wall-clock time on the clock that is never set: what a session waits for must not move with the other one."""
+    return None if when is None else time.monotonic() + when - time.time()
 
 
 def _count(text: str, source: Source) -> int:
@@ -331,7 +336,7 @@ def read_settings(config: pytest.Config) -> Settings:
         grace=values["gpuserve_grace"],
         dump_timeout=values["gpuserve_dump_timeout"],
         artifacts=None if where == "off" else (base / Path(where).expanduser()),
-        session_deadline=values["gpuserve_session_deadline"],
+        session_deadline=monotonic(values["gpuserve_session_deadline"]),
         stall_timeout=values["gpuserve_stall_timeout"],
         retain=values["gpuserve_retain"],
         keep=values["gpuserve_keep_incidents"],

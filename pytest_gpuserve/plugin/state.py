@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from .options import Settings
+from .options import Settings, monotonic
 
 if TYPE_CHECKING:
     from pathlib import Path
@@ -67,7 +67,7 @@ class State:
         self.page: Path | None = None
         self.say: Callable[[str], None] = self._say
         if sent := self._sent_by_controller():
-            self.settings = replace(settings, session_deadline=sent["session_deadline"])
+            self.settings = replace(settings, session_deadline=monotonic(sent["session_deadline"]))
 
     def _say(self, text: str) -> None:
         from .terminal import say

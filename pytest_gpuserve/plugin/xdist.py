@@ -27,10 +27,11 @@ class Controller:
         from ..server.paths import here
 
         me = process_id(os.getpid())
+        deadline = self._state.settings.session_deadline
         node.workerinput["gpuserve"] = {
             "controller": (me.pid, me.start) if me else (0, 0),
             "place": here(),
-            "session_deadline": self._state.settings.session_deadline,
+            "session_deadline": None if deadline is None else time.time() + deadline - time.monotonic(),
         }
 
     @pytest.hookimpl(optionalhook=True)

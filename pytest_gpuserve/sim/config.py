@@ -55,7 +55,8 @@ class Fault(NamedTuple):
 
 
 class Options(NamedTuple):
-    """The command line, checked. Times in seconds; ``cache`` is a directory that is made when it is first needed."""
+    """The command line, checked. Times in seconds; ``cache`` is a directory that is made when it is first needed;
+    ``chatter`` lines a second, of all ranks together."""
 
     flavor: str
     tp: int
@@ -87,6 +88,7 @@ class Options(NamedTuple):
     faults: tuple[Fault, ...] = ()
     ignore_term: bool = False
     quiet: bool = False
+    chatter: int = 0
     shutdown_timeout: float = 0.5
     watchdog_timeout: float = 0.0
     arguments: tuple[tuple[str, object], ...] = ()

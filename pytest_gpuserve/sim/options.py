@@ -175,6 +175,13 @@ def parser() -> argparse.ArgumentParser:
         metavar="S",
         help="the engine's own: end the server when one step takes longer (default 0: none)",
     )
+    trouble.add_argument(
+        "--chatter",
+        type=whole(0, 1_000_000),
+        default=0,
+        metavar="N",
+        help="lines a second beside others (default 0)",
+    )
     trouble.add_argument("--quiet", action="store_true", help="no access log, no line a batch")
     return p
 
@@ -233,6 +240,7 @@ def parse(argv: Sequence[str] | None = None, environ: Mapping[str, str] = os.env
         faults=tuple(faults),
         ignore_term=given.ignore_term,
         quiet=given.quiet,
+        chatter=given.chatter,
         shutdown_timeout=given.shutdown_timeout,
         watchdog_timeout=given.watchdog_timeout,
         arguments=tuple(sorted({**shown, "attention_backend": backend}.items())),

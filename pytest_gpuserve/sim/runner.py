@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from . import board, build
+from . import board, build, chatter
 from .config import CAPTURE_SIZES
 from .device import Device
 from .model import Shard, advance, token_of
@@ -36,6 +36,8 @@ class ModelRunner:
         self.verified = 0
         self.drafts = 0
         self.accepted_at = [0] * options.draft_length
+        if options.chatter:
+            chatter.begin(script, options.chatter / options.tp)
 
     # -- start-up -----------------------------------------------------------------------------------------------------
 

@@ -44,9 +44,9 @@ class SampleFile:
 
     def add(self, sample: Sample, reading: Reading, now: float) -> None:
         """Keep a sample, if it is time for one or the state has changed. ``now``: its time, seconds since the epoch."""
-        if now < self._due and reading.state == self._state:
+        if sample.at < self._due and reading.state == self._state:
             return
-        self._due, self._state = now + self._every - 0.1, reading.state
+        self._due, self._state = sample.at + self._every - 0.1, reading.state
         self._samples.append(_line(_sample(sample, reading, now)))
         if len(self._samples) > self._most:
             del self._samples[-2::-2]  # the newest stays

@@ -71,6 +71,17 @@ def test_stop_leaves_nothing(serve: Any, tagged: Any, what: tuple[str, ...]) -> 
     assert time.monotonic() - begin < 6.0
 
 
+@pytest.mark.skipif(os.geteuid() != 0, reason="only root may become somebody else")
+def test_a_server_that_becomes_another_user(serve: Any, tagged: Any) -> None:
+    """And its children with it; what it started before stays root's."""
+    server = serve("child", "escape-clear", "uid=65534", "many=3")
+    users = sorted(Path(f"/proc/{pid}").stat().st_uid for pid in tagged.alive())
+    assert users == [0, 0, *[65534] * 4]
+    server.stop(0.2)
+    assert tagged.alive() == {}
+    assert server.left == []
+
+
 def test_what_is_never_where_one_looks(serve: Any, tmp_path: Path) -> None:
     """Children of a server that fork and exit some hundred times a second, in ever new sessions."""
     hops = [tmp_path / f"hops{n}" for n in range(4)]

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+import time
 from pathlib import Path
 from typing import Any
 
@@ -169,3 +170,23 @@ def test_secrets_are_logged_as_the_engines_do(start: Any, flavor: str) -> None:
     server = start("--flavor", flavor, "--api-key", "s3cret").ready()
     assert "api_key=" in server.log or "'api_key': " in server.log
     assert "s3cret" in server.log
+
+
+def test_chatter_comes_at_its_rate_and_says_nothing_of_phases(start: Any, flavor: str) -> None:
+    """Mutation: the rate for each rank instead of all."""
+    server = start("--tp", "2", "--flavor", flavor, "--chatter", "400").ready()
+    tag = r"TP(\d)\] MoE layer" if flavor == "sglang" else r"\(Worker_TP(\d) pid=\d+\) INFO .* MoE layer"
+
+    def said() -> list[str]:
+        return re.findall(tag, server.log)
+
+    before, began = len(said()), time.monotonic()
+    number = before // 2 + 200
+    server.logged(f"MoE layer {number % 61}: {number * 7} tokens")
+    rate = (len(said()) - before) / (time.monotonic() - began)
+    print(f"{rate:.0f} lines a second")
+    assert 40 < rate < 700  # late on a busy machine, never ahead by more than a pause that it makes up for
+    assert set(said()) == {"0", "1"}
+    ranks = read_phases(server.log_path, GRAMMAR)
+    assert {rank.phase for rank in ranks.values()} <= {"ready", "serving"}
+    assert {"weight_load", "cuda_graph"} <= {phase for phase, _, _ in ranks["TP1"].history}

@@ -59,6 +59,16 @@ def test_a_change_of_state_is_kept_at_once(tmp_path: Path) -> None:
     assert [entry["state"] for entry in read(tmp_path / "s.jsonl")] == ["moving", "suspect"]
 
 
+def test_a_clock_that_is_set_costs_no_sample(tmp_path: Path) -> None:
+    """Mutation: what is due by ``now``: after the first step nothing is, for a day."""
+    file = SampleFile(tmp_path / "s.jsonl")
+    for n in range(10):
+        file.add(look(n), MOVING, 1000.0 + n + (90_000 if n < 2 else -90_000 if n < 5 else 0))
+        file.add(look(n + 0.3), MOVING, 1000.3 + n + (90_000 if n < 1 else -90_000 if n < 4 else 0))
+    file.close()
+    assert len(read(tmp_path / "s.jsonl")) == 10
+
+
 @pytest.mark.parametrize("seconds", [50, 101, 1000, 20_000])
 def test_any_length_of_life_fits_and_is_covered_evenly(tmp_path: Path, seconds: int) -> None:
     file = SampleFile(tmp_path / "s.jsonl", most=100, notes=10)
