@@ -74,6 +74,7 @@ class GpuReader:
         self._last: tuple[gpu.Gpu, ...] = ()
         self._busy = False
         self._next = 0.0
+        self._closed = False
         self._sampler: gpu.Sampler | None = None
 
     @property
@@ -85,7 +86,7 @@ class GpuReader:
     def ask(self) -> None:
         """Start reading, unless it is too early or a reading is under way."""
         with self._lock:
-            if self._busy or time.monotonic() < self._next:
+            if self._busy or self._closed or time.monotonic() < self._next:
                 return
             self._busy = True
         threading.Thread(target=self._run, name="gpuserve-gpus", daemon=True).start()
@@ -99,10 +100,16 @@ class GpuReader:
             with self._lock:
                 self._busy, self._last = False, found
                 self._next = time.monotonic() + (self._every if found else 60.0)
+                closed = self._closed
+            if closed and self._sampler is not None:
+                self._sampler.close()
 
     def close(self) -> None:
-        """End the helper process."""
-        if self._sampler is not None:
+        """End the helper process; a reading under way ends it itself, since its pipes are in that thread's hands."""
+        with self._lock:
+            self._closed = True
+            busy = self._busy
+        if not busy and self._sampler is not None:
             self._sampler.close()
 
 

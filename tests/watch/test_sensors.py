@@ -14,12 +14,13 @@ from typing import ClassVar
 
 import pytest
 
-from pytest_gpuserve import procfs
+from pytest_gpuserve import gpu, procfs
 from pytest_gpuserve.engines.base import ProcessRole, Rank
 from pytest_gpuserve.server import inflight
 from pytest_gpuserve.server.inflight import Requests
 from pytest_gpuserve.watch.metrics import Poller, read_counters
 from pytest_gpuserve.watch.proc_tree import ProcessTable, ProcTree
+from pytest_gpuserve.watch.watched import GpuReader
 
 
 def until(condition, limit=20.0):
@@ -372,3 +373,47 @@ def test_no_metrics_no_counters(server):
     nobody.ask()
     time.sleep(0.2)
     assert nobody.last.tokens is None
+
+
+class SlowDriver:
+    """A sampler whose reading lasts until it is let go."""
+
+    def __init__(self, **_):
+        self.reading, self.go, self.closed_in, self.closed = threading.Event(), threading.Event(), [], threading.Event()
+
+    def sample(self, limit):
+        self.reading.set()
+        assert self.go.wait(20)
+        return gpu.Reading(())
+
+    def close(self):
+        self.closed_in.append(threading.current_thread().name)
+        self.closed.set()
+
+
+def test_the_gpu_reader_is_not_closed_under_a_reading(monkeypatch):
+    """On a loaded machine the reading's thread found its helper gone: an exception in a thread of the user's pytest."""
+    driver = SlowDriver()
+    monkeypatch.setattr(gpu, "Sampler", lambda **_: driver)
+    reader = GpuReader(every=0.0)
+    reader.ask()
+    assert driver.reading.wait(20)
+    reader.close()
+    assert not driver.closed_in
+    driver.go.set()
+    assert driver.closed.wait(20)
+    assert driver.closed_in == ["gpuserve-gpus"]
+    driver.reading.clear()
+    reader.ask()
+    assert not driver.reading.wait(0.2), "a closed reader reads no more"
+
+
+def test_an_idle_gpu_reader_is_closed_at_once(monkeypatch):
+    driver = SlowDriver()
+    driver.go.set()
+    monkeypatch.setattr(gpu, "Sampler", lambda **_: driver)
+    reader = GpuReader(every=0.0)
+    reader.ask()
+    until(lambda: reader._next)
+    reader.close()
+    assert driver.closed_in == [threading.current_thread().name]
