@@ -108,11 +108,17 @@ class ServerSpec:
 
     @property
     def id(self) -> str:
-        """Readable and stable: ``sglang-tp8-eagle3-cuda_graph_off-triton``; characters a-z 0-9 . _ -."""
+        """Readable and stable: ``sglang-tp8-eagle3-cuda_graph_off-triton``; characters a-z 0-9 . _ -.
+
+        With a command its program and four digits of what it is called with: ``command-tp1-my_server-3f2a``.
+        """
         parts = [self.engine, f"tp{self.tp}"]
         for axis, value in self.axes:
             bare = axis in ("spec_decode", "attention_backend")
             parts.append(value.name if bare else f"{axis}_{value.name}")
+        if self.command:
+            told = json.dumps([self.command, self.args])
+            parts += [program(self.command), hashlib.sha256(told.encode()).hexdigest()[:4]]
         return "-".join(_UNSAFE.sub("_", part.lower()) for part in parts)
 
     @property
@@ -219,6 +225,24 @@ class ServerSpec:
             cwd=texts["cwd"],
             uses_gpus=uses_gpus,
         )
+
+
+def program(command: Sequence[str]) -> str:
+    """What a command line runs, in a word: ``-m PACKAGE.MODULE``, a script or an executable, less its interpreter."""
+    words = list(command)
+    while words and ("=" in words[0] or _stem(words[0]) == "env"):
+        words.pop(0)
+    name = words[0] if words else "none"
+    if re.fullmatch(r"\{python\}|(?:python|pypy|uv|bash|sh)[\d.]*", _stem(name)) and len(words) > 1:
+        if words[1] == "-m" and len(words) > 2:
+            name = words[2]
+        elif not words[1].startswith("-"):
+            name = words[1]
+    return _stem(name).strip("{}")[:24] or "none"
+
+
+def _stem(word: str) -> str:
+    return word.rstrip("/").rpartition("/")[2].removesuffix(".py").removesuffix(".sh")
 
 
 def merge(*layers: Mapping[str, object]) -> dict[str, object]:

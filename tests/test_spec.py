@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from pathlib import Path
 
 import pytest
@@ -41,6 +42,24 @@ def test_id_and_traits() -> None:
     assert spec.id == "sglang-tp8-eagle3-cuda_graph_off-triton"
     assert spec.traits == {"eagle3", "cuda_graph_off", "attn_triton"}
     assert ServerSpec("vllm").traits == {"spec_base"}
+
+
+@pytest.mark.parametrize(
+    ("words", "name"),
+    [
+        (("python3", "-m", "my.server", "--port", "{port}"), "my.server"),
+        (("{python}", "/srv/serve_it.py", "{port}"), "serve_it"),
+        (("env", "A=/b/c", "./bin/llama-server", "--port={port}"), "llama_server"),
+        (("/usr/bin/python3.12", "-c", "import x", "{port}"), "python3.12"),
+        (("B=1", "bash", "run.sh", "{port}"), "run"),
+    ],
+)
+def test_a_command_is_told_by_its_program_and_how_it_is_called(words: tuple[str, ...], name: str) -> None:
+    spec = ServerSpec("command", command=words)
+    assert re.fullmatch(rf"command-tp1-{re.escape(name)}-[0-9a-f]{{4}}", spec.id)
+    assert spec.id == ServerSpec("command", command=words).id
+    others = [ServerSpec("command", command=(*words, "--more")), ServerSpec("command", command=words, args=(("a", 1),))]
+    assert len({spec.id, *(other.id for other in others)}) == 3
 
 
 def test_order_of_axes_and_of_keys_makes_no_other_server() -> None:

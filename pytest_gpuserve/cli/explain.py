@@ -30,8 +30,9 @@ def configure(parser: argparse.ArgumentParser) -> None:
         "files",
         nargs="+",
         metavar="FILE",
-        help="logs of one server (per rank, per node, or one; .gz, .bz2, .xz and .zst are unpacked; - is stdin); stack "
-        "dumps of py-spy, faulthandler, pystack, gdb or eu-stack; or the directory or zip of an incident, or of many",
+        help="logs of one server (per rank, per node, or one; .gz, .bz2, .xz, .zst are unpacked; - is stdin); stack "
+        "dumps of py-spy, faulthandler, pystack, gdb or eu-stack, or what gpuserve dump -o wrote; or the directory or "
+        "zip of an incident, or of many",
     )
     parser.add_argument("--engine", metavar="NAME", help="the engine that wrote the logs (default: the log tells)")
     parser.add_argument("--json", action="store_true", help=f"print JSON: of logs the {SCHEMA} object")
@@ -59,7 +60,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read what was named: incidents, stack dumps, logs."""
-    paths = [Path(name) for name in arguments.files]
+    paths = [written_by_dump(Path(name)) for name in arguments.files]
+    arguments.files = [name if name == "-" else str(path) for name, path in zip(arguments.files, paths, strict=True)]
     bundles = [path for path in paths if path.is_dir() or is_zip(path)]
     wanted = [f"--{name}" for name in ("check", "issue", "zip", "render", "html") if getattr(arguments, name)]
     if bundles and len(bundles) < len(paths):
@@ -79,6 +81,12 @@ def run(arguments: argparse.Namespace) -> int:
     logs = [name for name in arguments.files if name not in dumps]
     log = explain(logs, arguments.engine) if logs else None
     return explain_dumps([dump for found in dumps.values() for dump in found], log, arguments)
+
+
+def written_by_dump(path: Path) -> Path:
+    """The stacks in a directory that ``gpuserve dump -o`` wrote; anything else as it is."""
+    inner = path / "dump.json"
+    return inner if inner.is_file() and not (path / "incident.json").exists() else path
 
 
 def is_zip(path: Path) -> bool:

@@ -20,7 +20,7 @@ from ..isolation.search import Finding, Question, Search, Trial, search
 from ..isolation.signature import ENVIRONMENT, outcome
 from ..isolation.variants import Variants
 from .isolate_state import Run, State
-from .isolate_text import running, told
+from .isolate_text import running, told, what
 from .launches import Given, Launcher, Seen
 from .parity import with_base
 from .pytest_probe import is_pytest, run_pytest
@@ -40,6 +40,7 @@ class Result:
         smallest: the command line of the first set, of one refined delta the parts that matter alone.
         remedy: the smallest change of the whole command that passes; None: none was found.
         remedy_runs: how often it passed.
+        contradiction: what the matrix says and a launch here does not confirm.
     """
 
     status: str
@@ -52,6 +53,7 @@ class Result:
     remedy: Remedy | None
     remedy_runs: int
     out_of_time: bool
+    contradiction: str = ""
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -105,6 +107,10 @@ class Isolation:
             others=not given.one,
         )
         finding = self._search("search", variants, make)
+        contradiction = ""
+        if finding.status == "found" and evidence:
+            contradiction = self._verify(variants, finding)
+            finding = replace(finding, status="undecided") if contradiction else finding
         sets = tuple(tuple(variants.names[n] for n in sorted(found)) for found in finding.sets)
         refined: dict[str, tuple[str, ...]] = {}
         remedy, runs = None, 0
@@ -128,7 +134,24 @@ class Isolation:
             remedy,
             runs,
             self._over(),
+            contradiction,
         )
+
+    def _verify(self, variants: Variants, finding: Finding) -> str:
+        """What a matrix told is no launch of ours: the set, and the set less each of its deltas, are launched here
+        unless the search did so. What they do not confirm; empty: they do."""
+        blamed = finding.sets[0]
+        times = _often_enough(finding.repro_rate)
+        for deltas, sought, most in [(blamed, "fail", times), *((blamed - {n}, "pass", 1) for n in sorted(blamed))]:
+            names = tuple(variants.names[n] for n in sorted(deltas))
+            while sought not in (seen := self._state.launches("search", variants.names).get(deltas, [])):
+                if len(seen) >= most or self._over():
+                    shown = what(names, variants.names)
+                    there = "fails" if sought == "fail" else "passes"
+                    here = f"{' and '.join(dict.fromkeys(seen))} in {len(seen)}" if seen else "no time was left for a"
+                    return f"by the matrix {shown} {there}, but here: {here} launch{'es' if len(seen) > 1 else ''}"
+                self._launch("search", variants, names, deltas, "verify", None)
+        return ""
 
     def _over(self) -> bool:
         return self._given.minutes is not None and self._state.seconds >= 60 * self._given.minutes
@@ -180,7 +203,7 @@ class Isolation:
         """The first escape hatch with which the whole command passes often enough that it is no luck."""
         variants, left = self._variants, self._given.remedies
         everything = frozenset(range(len(variants.names)))
-        times = max(1, min(8, math.ceil(math.log(0.05) / math.log(1 - min(rate, 0.96)))))
+        times = _often_enough(rate)
         for remedy in variants.remedies(blamed):
             stage = f"remedy {remedy.name}"
             while True:
@@ -210,7 +233,7 @@ class Isolation:
             cold = self._cold / str(next(self._colds))
         cold.mkdir(parents=True)
         wanted = variants.wanted(on, remedy, str(cold))
-        self._say(running(number, names, variants.names, purpose, remedy))
+        self._say(running(number, stage, names, variants.names, purpose, remedy))
         seen: Seen | None = None
         for _ in range(1 + AGAIN):
             seen = self._once(wanted)
@@ -260,3 +283,8 @@ class Isolation:
         if wanted.command is None:
             return self._launcher(wanted.spec, adapter, lambda _: None)
         return self._launcher(wanted.spec, Given(adapter, wanted.command, self._given.ready), lambda _: None)
+
+
+def _often_enough(rate: float) -> int:
+    """Launches after which what fails at this rate would have failed, 19 times of 20."""
+    return max(1, min(8, math.ceil(math.log(0.05) / math.log(1 - min(rate, 0.96)))))

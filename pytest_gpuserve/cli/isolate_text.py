@@ -52,10 +52,19 @@ def what(names: Sequence[str], known: Sequence[str]) -> str:
     return f"all but {', '.join(off)}" if len(off) < len(names) else ", ".join(names)
 
 
-def running(number: int, names: Sequence[str], known: Sequence[str], purpose: str, remedy: Remedy | None) -> str:
+def running(
+    number: int, stage: str, names: Sequence[str], known: Sequence[str], purpose: str, remedy: Remedy | None
+) -> str:
     """A line when a launch begins."""
     shown = f"everything, {remedy.name}" if remedy is not None else what(names, known)
+    if stage.startswith("refine "):
+        shown = refining(stage, names)
     return f"[{number}] {one_line(shown, 300)} ({purpose}) …"
+
+
+def refining(stage: str, parts: Sequence[str]) -> str:
+    """What is on while the parts of one delta are tried: its core always, and whatever else the failing set needs."""
+    return f"{stage.removeprefix('refine ')}: {', '.join(['its core', *parts]) if parts else 'its core alone'}"
 
 
 def told(run: Run, state: State) -> str:
@@ -101,6 +110,8 @@ def _finding(variants: Variants, state: State, result: Result) -> list[str]:
         why = "the time (--minutes)" if result.out_of_time else "the budget (--budget)"
         guess = f" Best guess ({result.confidence:.0%}): {' + '.join(result.sets[0])}." if result.sets else ""
         lines = [f"Undecided: {why} is spent before one set of deltas was proved{sought}.{guess}"]
+        if result.contradiction:
+            lines = [f"Undecided: {result.contradiction}{sought}.{guess}"]
     else:
         names = " + ".join(result.sets[0])
         rate = "" if result.repro_rate > 0.9 else f", in about {result.repro_rate:.0%} of the launches"
@@ -112,7 +123,7 @@ def _finding(variants: Variants, state: State, result: Result) -> list[str]:
             matter = f"its parts that matter: {', '.join(parts)}" if parts else "its core alone is enough"
             lines.append(f"Of {name}, {matter}.")
         lines += [f"Another set that fails by itself: {' + '.join(other)}." for other in result.sets[1:]]
-    if result.indices:
+    if result.indices and not result.contradiction:
         lines += ["Smallest command that fails:", f"  {one_line(result.smallest, 4000)}"]
     if result.remedy is not None:
         lines += [
@@ -147,7 +158,7 @@ def table(runs: Sequence[Run], known: Sequence[str]) -> list[str]:
         if run.stage.startswith("remedy "):
             shown = f"everything, {run.stage.removeprefix('remedy ')}"
         elif run.stage != "search":
-            shown = f"{run.stage}: {', '.join(run.deltas) or 'core alone'}"
+            shown = refining(run.stage, run.deltas) if run.stage.startswith("refine ") else f"{run.stage}: {shown}"
         verdict = f"{run.verdict}{f' {run.phase}' if run.phase else ''}"
         evidence = run.incident or (run.log or "" if run.outcome != "pass" else "")
         rows.append((str(run.number), shown, verdict, run.outcome, f"{run.seconds:.0f}", evidence))

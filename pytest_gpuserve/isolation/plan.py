@@ -230,7 +230,7 @@ def plan_text(
     lines = []
     for unit in servers:
         took = f"about {minutes(unit.seconds)}" if unit.seconds is not None else "duration unknown"
-        lines.append(f"{unit.id}  ({unit.gpus} GPU{'s' if unit.gpus != 1 else ''}, {took})")
+        lines.append(f"{unit.id}  ({_count(unit.gpus, 'GPU') if unit.gpus else 'no GPU'}, {took})")
         lines.extend(f"    {tests[position].nodeid}" for position in unit.tests)
         if gpus is not None and unit.gpus > gpus:
             lines.append(f"    cannot run here: {unit.gpus} GPUs wanted, {gpus} to lease")

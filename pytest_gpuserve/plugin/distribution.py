@@ -13,7 +13,8 @@ from typing import Any, TypeAlias
 
 import pytest
 
-from .state import WANTED, State
+from ..engines import uses_gpus
+from .state import WANTED, State, state_of
 
 MODES = ("load", "loadgroup")
 """Values of --dist that leave the choice to us; any other was made by the user."""
@@ -68,7 +69,10 @@ def _to_lease(state: State) -> int | None:
 def server_of(item: pytest.Item) -> tuple[str, str, int] | None:
     """Of a test whose marks have been read."""
     wanted = item.stash.get(WANTED, None)
-    return None if wanted is None else (wanted.key, wanted.spec.id, wanted.spec.tp)
+    if wanted is None:
+        return None
+    virtual = state_of(item.config).settings.gpus.startswith("virtual:")  # every server takes some of those
+    return wanted.key, wanted.spec.id, wanted.spec.tp if virtual or uses_gpus(wanted.spec) else 0
 
 
 class Distributor:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
@@ -16,6 +17,7 @@ from ..server.readiness import end_of_log
 from ..server.record import ServerRecord
 
 _TAIL_BYTES = 256 << 10
+_MISSING = re.compile(r"No such file or directory: '([^']+)'")
 _FATAL = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
 
 
@@ -63,7 +65,18 @@ def said(record: ServerRecord) -> Said:
     rank = found.cause.rank
     if found.cause.kind == "peer_lost":  # who says so is a victim; the only rank that is behind is not
         rank = found.lagging[0] if len(found.lagging) == 1 else None
-    return Said((LogFact(found.cause.line, witness, found.verdict, rank), *facts), found.cause.number)
+    verdict = "config" if found.verdict == "crash" and _named(record, found.cause.line) else found.verdict
+    return Said((LogFact(found.cause.line, witness, verdict, rank), *facts), found.cause.number)
+
+
+def _named(record: ServerRecord, line: str) -> bool:
+    """A file is missing that the command line names, or one below it: the model's path is wrong."""
+    missing = _MISSING.search(line)
+    if missing is None:
+        return False
+    words = [record.spec.model or "", *(part for word in record.argv[1:] for part in word.split("="))]
+    asked = {word.rstrip("/") for word in words if "/" in word.rstrip("/")} | {record.spec.model}
+    return any(missing[1] == word or missing[1].startswith(f"{word}/") for word in asked if word)
 
 
 def said_more(path: Path, since: int, engine: Engine | None) -> bool:

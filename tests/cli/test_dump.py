@@ -80,6 +80,17 @@ def test_json_and_output_directory(server, capsys, tmp_path):
         assert "pa55-w0rd-17" not in text
 
 
+def test_explain_reads_the_directory_that_dump_wrote(server, capsys, tmp_path):
+    """Mutation: ``written_by_dump`` gives back its argument: no incident."""
+    pid, _, child = server
+    dumped(capsys, pid, "-o", tmp_path / "out")
+    code = main(["explain", str(tmp_path / "out")])
+    out, err = capsys.readouterr()
+    assert (code, err) == (5, "")
+    assert f"pid {pid}" in out
+    assert f"pid {child}" in out
+
+
 def test_several_rounds(server, capsys):
     pid, _, _ = server
     code, out, _ = dumped(capsys, pid, "--rounds", 2)

@@ -15,6 +15,7 @@ import pytest
 
 from pytest_gpuserve.cli.isolate import recognise
 from pytest_gpuserve.cli.isolate_state import Run, fingerprint, open_state
+from pytest_gpuserve.cli.isolate_text import running
 from pytest_gpuserve.errors import GpuserveError
 from pytest_gpuserve.report.redact import Redactor
 
@@ -256,6 +257,46 @@ def test_a_matrix_that_is_finished_saves_launches(place: Place) -> None:
     asked = [run["deltas"] for run in place.state["runs"]]
     assert [] not in asked, "the matrix ran the base already"
     assert len(asked) <= 8
+
+
+def matrix_of_one_axis(place: Place, fault: str) -> None:
+    def spec(graph: str) -> dict:
+        return {"engine": "sim", "tp": 1, "axes": {"cuda_graph": graph}, "args": {"fault": fault, "shards": 1}}
+
+    cells = [
+        {"id": "a", "values": {"cuda_graph": "off"}, "verdict": "ready", "phase": None},
+        {"id": "d", "values": {"cuda_graph": "on"}, "verdict": "crash", "phase": "cuda_graph"},
+    ]
+    specs = {"a": spec("off"), "d": spec("on")}
+    matrix = {"schema": "gpuserve.matrix/1", "base": {"cuda_graph": "off"}, "cells": cells, "specs": specs}
+    (place.path / "matrix.json").write_text(json.dumps(matrix))
+
+
+def test_what_a_matrix_tells_of_both_ends_is_launched_once_before_it_is_said_to_be_found(place: Place) -> None:
+    """Mutation: ``Isolation._verify`` not called: found after no launch."""
+    matrix_of_one_axis(place, "exit@cuda_graph:code=3:when=cuda_graph=on")
+    done = place.run("--calibrate", "1", "--one", "--remedies", "0", "--from", "matrix.json", "d")
+    assert done.returncode == 0, done.stdout
+    assert place.state["result"]["sets"] == [["cuda_graph"]]
+    assert [(run["deltas"], run["outcome"]) for run in place.state["runs"]] == [(["cuda_graph"], "fail"), ([], "pass")]
+
+
+def test_what_a_matrix_tells_and_no_launch_confirms_is_not_found(place: Place) -> None:
+    matrix_of_one_axis(place, "exit@cuda_graph:code=3:when=overlap=on")
+    done = place.run("--calibrate", "1", "--one", "--remedies", "0", "--from", "matrix.json", "d")
+    assert done.returncode == 1, done.stdout
+    assert "Undecided: by the matrix everything fails, but here: pass in " in done.stdout
+    assert "Smallest command that fails" not in done.stdout
+    assert place.state["result"]["status"] == "undecided"
+
+
+def test_a_launch_that_refines_a_delta_says_what_is_on() -> None:
+    """Mutation: ``what`` for every stage: base alone."""
+    assert running(7, "refine eagle3", (), ("steps", "topk"), "calibrate", None) == (
+        "[7] eagle3: its core alone (calibrate) …"
+    )
+    assert "eagle3: its core, topk (" in running(8, "refine eagle3", ("topk",), ("steps", "topk"), "search", None)
+    assert "base alone" in running(9, "search", (), ("eagle3",), "calibrate", None)
 
 
 @pytest.mark.parametrize(

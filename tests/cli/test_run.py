@@ -192,7 +192,7 @@ def test_a_ready_server_that_ends_by_itself_ends_with_its_own_code(runs: Runs) -
     )
     run = runs.gpuserve("--ready", "/", "--", sys.executable, "-c", code, "{port}")
     run.says("is ready after")
-    run.says("command-tp1 answers a one-token completion with 501")
+    run.says("answers a one-token completion with 501")
     (runs.path / "go").touch()
     assert run.ends() == 9
     assert "exited with code 9" in run.text

@@ -131,6 +131,11 @@ def test_plan_text() -> None:
     ]
 
 
+def test_a_server_without_gpus_is_said_to_have_none() -> None:
+    """Mutation: ``unit.gpus`` shown as it is: 0 GPUs."""
+    assert plan_text([PlannedTest("t::a", "k", "sim-tp4")], {})[0] == "sim-tp4  (no GPU, duration unknown)"
+
+
 def test_plan_text_without_history_or_servers() -> None:
     assert plan_text(TESTS[:1], {})[-1] == "Expected time unknown: no past run of these tests is recorded."
     assert plan_text([PlannedTest("t::x")], {}) == [

@@ -425,6 +425,15 @@ def test_last_lines(tmp_path: Path) -> None:
     assert reader.last_line == "from the front end"
 
 
+def test_of_a_bar_that_was_written_over_the_last_state_is_the_last_line() -> None:
+    """Mutation: ``\\r`` not read as an end of a line."""
+    bar = "\r".join(f"Loading shards: {n}/60 [00:0{n % 10}<00:01, 9.5it/s]" for n in range(61))
+    reader = read(sglang("TP0", "Load weight begin.") + f"{bar}\r\n".encode())
+    for line in (reader.last_line, *reader.last_lines.values()):
+        assert "\r" not in line
+    assert reader.last_line.startswith("Loading shards: 60/60 ")
+
+
 class TestFollower:
     def test_growth(self, tmp_path: Path) -> None:
         path = tmp_path / "log"

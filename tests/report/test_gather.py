@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import os
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -82,6 +83,39 @@ def test_heartbeats_are_nothing_that_the_log_says(tmp_path: Path, line: bytes, m
     with log.open("ab") as out:
         out.write(line)
     assert logs.said_more(log, size, get_engine("sglang")) is more
+
+
+@pytest.mark.parametrize(
+    ("line", "verdict"),
+    [
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/models/kimi'", "config"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/models/kimi/vocab'", "config"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/drafts/x'", "config"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/models/kimi-cache/lock'", "crash"),
+        ("FileNotFoundError: [Errno 2] No such file or directory: '/dev/shm/psm_17'", "crash"),
+        ("my_server: error: --tp 8 needs eight devices", "config"),
+        ("/usr/bin/python3: can't open file '/srv/none.py': [Errno 2] No such file or directory", "config"),
+        ("/usr/bin/python3: No module named my_server", "config"),
+    ],
+)
+def test_a_mistake_on_the_command_line_is_no_crash(record: ServerRecord, line: str, verdict: str) -> None:
+    """Mutations: ``logs._named`` always False or always True; the causes usage and no_such_script taken out."""
+    spec = ServerSpec("command", model="/models/kimi")
+    asked = replace(record, spec=spec, engine="command", argv=("python", "--draft=/drafts/x"))
+    asked.log.write_text(f'starting\nTraceback (most recent call last):\n  File "s.py", line 3, in run\n{line}\n')
+    if "Error:" not in line:
+        asked.log.write_text(f"usage: my_server [-h]\n{line}\n")
+    fact = logs.said(asked).facts[0]
+    assert (fact.claim, fact.verdict) == (line, verdict)
+
+
+@pytest.mark.parametrize(
+    "line", ["ninja: error: loading 'build.ninja': No such file", "x86_64-linux-gnu-gcc: error: x.o"]
+)
+def test_a_compilers_error_is_no_mistake_on_the_command_line(record: ServerRecord, line: str) -> None:
+    record = replace(record, engine="command")
+    record.log.write_text(f"{line}\n")
+    assert all(fact.verdict != "config" for fact in logs.said(record).facts)
 
 
 def test_the_end_of_a_long_log_begins_with_a_whole_line(record: ServerRecord) -> None:
