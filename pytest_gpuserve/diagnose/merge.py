@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, replace
 from functools import cached_property
 from typing import Any
 
@@ -134,7 +134,7 @@ class Member:
     cpu: float | None
     read: float | None
     facts: Mapping[str, Any]
-    rank: bool = False
+    rank: bool
 
     @property
     def leaf(self) -> str:
@@ -152,8 +152,8 @@ class Merged:
 
     members: tuple[Member, ...]
     rounds: int
-    counted: Mapping[str, int] = field(default_factory=dict)
-    idle_threads: int = 0
+    counted: Mapping[str, int]
+    idle_threads: int
 
     @cached_property
     def classes(self) -> tuple[RankClass, ...]:
@@ -197,9 +197,9 @@ def _rank_class(members: Sequence[Member]) -> RankClass:
         role=first.role,
         group=first.group,
         ranks=tuple(m.label for m in members),
-        kind=kinds.most_common(1)[0][0],
+        kind=max(kinds, key=kinds.__getitem__),
         path=path,
-        signature=first.condition or (signatures.most_common(1)[0][0] if signatures else None),
+        signature=first.condition or max(signatures, key=signatures.__getitem__, default=None),
         moving=any(m.moving for m in members),
     )
 

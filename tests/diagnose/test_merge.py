@@ -6,8 +6,8 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpuserve.diagnose.merge import format_ranks, is_idle, label_order, merge, relabel, telling
-from pytest_gpuserve.diagnose.model import ThreadStack
+from pytest_gpuserve.diagnose.merge import format_ranks, is_idle, label_order, merge, place, relabel, telling
+from pytest_gpuserve.diagnose.model import Frame, ThreadStack
 from pytest_gpuserve.diagnose.parse import read_dumps
 from pytest_gpuserve.engines.base import Rank
 
@@ -103,6 +103,8 @@ def test_processes_without_a_stack_say_why(dumps):
     lone = merged.by_label["TP0"]
     assert (lone.has_stack, lone.leaf, lone.kind) == (False, "no permission", "other")
     assert merged.classes[0].path == ("no permission",)
+    two = merge([[dumps.dump(n, None, problem=why) for n, why in enumerate(("no permission", "too late"))]])
+    assert len(two.classes) == 2
 
 
 def test_helpers_and_compilers_are_counted_only(dumps):
@@ -168,6 +170,9 @@ def test_rates_are_measured_between_the_first_and_the_last_round(dumps):
     assert member.cpu == pytest.approx(1.0)
     assert member.read == pytest.approx(2e6)
     assert merge([[a]]).members[0].cpu is None
+    half = dumps.dump(0, dumps.ELSEWHERE, pid=7, taken=10.5, cpu_seconds=5.25)
+    assert merge([[a], [half]]).members[0].cpu == pytest.approx(0.5)
+    assert merge([[a], [half]]).members[0].read is None, "known of the first round alone"
     soon = dumps.dump(0, dumps.ELSEWHERE, pid=7, taken=10.1, cpu_seconds=5.1)
     assert merge([[a], [soon]]).members[0].cpu is None, "too short to say"
 
@@ -218,6 +223,59 @@ def test_who_holds_the_gil_inside_the_driver_has_the_word(dumps):
     assert found.signature.id == "gil-in-cuda"
 
 
+def side(dumps, text, name="Thread-4", **facts):
+    return dumps.thread(text, main=False, name=name, **{"active": True, **facts})
+
+
+def test_side_threads_are_idle_by_name_or_by_a_short_wait(dumps):
+    assert is_idle(side(dumps, "f a.py:1 | g a.py:2", name="tqdm_monitor"))
+    assert not is_idle(side(dumps, "f a.py:1 | g a.py:2", name="forward"))
+    assert is_idle(side(dumps, "wait threading.py:355 | a e.py:1 | b e.py:2", active=False))
+    assert is_idle(side(dumps, "crunch a.py:1", active=False))
+    assert not is_idle(side(dumps, "f a.py:1 | g a.py:2", active=False))
+
+
+def test_who_holds_the_gil_has_the_word_only_where_the_main_thread_may_wait_for_it(dumps):
+    """An engine that waits for requests says so, and a main thread that is somewhere of its own keeps the word."""
+    holder = side(dumps, "cuModuleLoadData libcuda.so | load e/x.py:1", owns_gil=True)
+    for text in (dumps.ENGINE_IDLE, dumps.COLLECTIVE):
+        main = dumps.thread(text)
+        thread, found = telling(dumps.dump("engine_core", [holder, main]))
+        assert thread is main
+        assert found
+
+
+def test_the_thread_that_works_is_chosen_by_what_is_known_then_by_activity_then_by_depth(dumps):
+    def chosen(*others, text="wait threading.py:355 | join eng/pool.py:3 | main eng/main.py:1"):
+        main = dumps.thread(text)
+        thread, _ = telling(dumps.dump(0, [*others, main]))
+        return None if thread is main else thread
+
+    known, shallow = side(dumps, dumps.COLLECTIVE, active=False), side(dumps, "f a.py:1 | g a.py:2")
+    busy = side(dumps, dumps.COLLECTIVE)
+    deep = side(dumps, "f a.py:1 | g a.py:2 | h a.py:3 | i a.py:4")
+    resting = side(dumps, "f a.py:1 | g a.py:2 | h a.py:3 | i a.py:4", active=False)
+    assert chosen(shallow, known, deep) is known
+    assert chosen(known, busy) is busy  # both known, neither holds the GIL
+    assert chosen(shallow, deep) is deep
+    assert chosen(shallow, resting) is shallow
+    assert chosen(resting) is None  # nobody works
+    assert chosen(side(dumps, "f a.py:1 | g a.py:2 | h a.py:3", name="tqdm_monitor")) is None
+    assert chosen() is None
+    assert chosen(deep, text=dumps.ELSEWHERE) is None  # the main thread waits for nobody
+
+
+def test_native_frames_do_not_split_classes_where_there_are_python_frames(dumps):
+    a, b = (f"{leaf} | step eng/runner.py:9 | loop eng/main.py:3" for leaf in ("f libx.so", "g liby.so"))
+    assert len(merge([dumps.ranks({0: a, 1: b})]).classes) == 1
+    assert len(merge([dumps.ranks({0: "f libx.so | main libc.so", 1: "g liby.so | main libc.so"})]).classes) == 2
+
+
+def test_places(dumps):
+    assert place(Frame("ns::cuCtxSynchronize", "", None, "/usr/lib/libcuda.so.1")).endswith("(libcuda.so.1)")
+    assert place(Frame("step", "/venv/eng/runner.py", 7)) == "step (eng/runner.py)"
+
+
 def test_thread_numbers_do_not_split_classes(dumps):
     def rank(number, name):
         main = dumps.thread("wait threading.py:355 | get queue.py:171 | resolve eng/overlap.py:188")
@@ -225,6 +283,7 @@ def test_thread_numbers_do_not_split_classes(dumps):
         return dumps.dump(number, [busy, main])
 
     assert len(merge([[rank(0, "Thread-4 (forward)"), rank(1, "Thread-11 (forward)")]]).classes) == 1
+    assert len(merge([[rank(0, "Thread-4 (forward)"), rank(1, "Thread-4 (reader)")]]).classes) == 2
 
 
 # --- recorded and reported stacks
