@@ -149,6 +149,7 @@ def _search(state: _State, calibrate: int, others: bool) -> Asking[Finding]:
         elif state.left <= 0:
             return state.finding("undecided", [deltas_of(state.belief.posterior().best)])
     state.sets.append(found)
+    state.sure = state.belief.posterior().weight.get(mask_of(found), 0.0)
     if others and len(state.prior) > len(found):
         yield from _look_for_others(state)
     return state.finding("found", state.sets)
@@ -168,6 +169,8 @@ class _State:
     belief: Belief
     trials: list[Trial] = field(default_factory=list)
     sets: list[frozenset[int]] = field(default_factory=list)
+    sure: float = 0.0
+    """Belief in the first set when it was verified; a second one contradicts the model of a single cause."""
 
     def __post_init__(self) -> None:
         for trial in self.evidence:
@@ -223,7 +226,7 @@ class _State:
     def finding(self, status: Status, sets: Sequence[frozenset[int]] = ()) -> Finding:
         belief = self.belief.posterior()
         sure = belief.weight.get(mask_of(sets[0]), 0.0) if sets else 1.0 if status == "base_fails" else 0.0
-        return Finding(status, tuple(sets), sure, belief.mean_rate, tuple(self.trials))
+        return Finding(status, tuple(sets), max(sure, self.sure), belief.mean_rate, tuple(self.trials))
 
 
 def _calibrate(state: _State, deltas: frozenset[int], times: int) -> Asking[list[Outcome]]:
@@ -236,8 +239,8 @@ def _calibrate(state: _State, deltas: frozenset[int], times: int) -> Asking[list
 def _prefix_bisection(state: _State) -> Asking[frozenset[int] | None]:
     """Deterministic failures: about log2(n) launches a delta.
 
-    None when a launch is unresolved or contradicts, or when all rests on one failure and nothing else fails: after a
-    false alarm one innocent delta after the other would be blamed.
+    None when a launch is unresolved or contradicts. Where all rests on one failure and nothing else fails, that launch
+    is made again: after a false alarm one innocent delta after the other would be blamed.
     """
     order = sorted(range(len(state.prior)), key=lambda i: (-state.prior[i], i))
     fixed: frozenset[int] = frozenset()
@@ -257,7 +260,8 @@ def _prefix_bisection(state: _State) -> Asking[frozenset[int] | None]:
             if verdict == "unresolved" or state.left <= 0:
                 return None
             low, high, passed = (low, middle, 0) if verdict == "fail" else (middle, high, passed + 1)
-            if passed == _DOUBT and state.failures(fixed | frozenset(order[:high])) < 2:
+            failing = fixed | frozenset(order[:high])
+            if passed == _DOUBT and state.failures(failing) < 2 and (yield from state.ask(failing, "verify")) != "fail":
                 return None
         fixed |= {order[high - 1]}
         high -= 1

@@ -104,6 +104,34 @@ def test_a_later_failure_counts_as_a_pass_of_an_earlier_phase() -> None:
     assert crash.confidence >= SURE
 
 
+def test_another_fault_in_the_same_phase_says_nothing() -> None:
+    """Whether a server that crashes in a phase would also have hung in it, nobody knows."""
+    said = run(lambda v: HANG if v["cuda_graph"] == "on" else ("crash", "cuda_graph"), {"cuda_graph": ("on", "off")}, 4)
+    assert [s.fault for s in said.statements] == ["hang in cuda_graph", "crash in cuda_graph"]
+    for statement in said.statements:
+        assert "no other run got that far" in statement.text
+        assert statement.confidence < SURE
+
+
+def test_everything_fails_but_the_base_never_ran() -> None:
+    axes = {"spec_decode": ("eagle3",), "cuda_graph": ("on", "off"), "attention_backend": ("triton", "fa3", "fa4")}
+    results = run(lambda _: ("hang", "distributed_init"), axes, repeats=2).results
+    base = {"spec_decode": "base", "cuda_graph": "on", "attention_backend": "triton"}
+    (statement,) = conclude(results, base).statements
+    assert statement.kind == "everywhere"
+    assert "every cell fails, and 6 of 6 cells do" in statement.text
+    assert "eagle3" not in statement.text, "it was never varied, so nothing is known of it"
+    narrow = run(lambda _: ("hang", "distributed_init"), {"cuda_graph": ("on", "off")}, repeats=6)
+    assert "cuda_graph=off is" in only(narrow)
+
+
+def test_all_pass() -> None:
+    said = run(lambda _: None)
+    assert only(said) == "All 8 cells pass."
+    (statement,) = said.to_json()["conclusion"]
+    assert (statement["rate"], statement["confidence"]) == (1.0, 1.0)
+
+
 def test_signatures_tell_faults_apart_that_look_alike() -> None:
     results = []
     for graph, backend in itertools.product(("on", "off"), ("triton", "flashinfer")):
@@ -148,6 +176,7 @@ def test_failures_at_random_blame_no_axis() -> None:
     (statement,) = run(lambda _: next(turns), repeats=6).statements
     assert statement.kind in ("flaky", "undecided")
     assert statement.axes == ()
+    assert "4 of 48 runs" in statement.text
 
 
 def test_axes_that_were_changed_together_are_undecided_and_the_deciding_cell_is_named() -> None:
@@ -220,6 +249,16 @@ def test_matrix_json_is_read_back() -> None:
     assert raw["conclusion"][0]["condition"] == [[["cuda_graph", "=", "on"]]]
     assert from_json(raw) == list(said.results)
     assert conclude(from_json(raw)) == said
+    values = {"cuda_graph": "on"}
+    full = [
+        CellResult("a", values, "ready", None, None, {"accept_rate": 0.5, "throughput": 12.0}),
+        CellResult("a", values, "hang", "cuda_graph", "all_reduce", {}),
+        CellResult("b", {"cuda_graph": "off"}, "skip", reason="excluded"),
+    ]
+    raw = json.loads(json.dumps(conclude(full).to_json()))
+    assert from_json(raw) == full
+    assert raw["conclusion"][0]["confidence"] == round(conclude(full).statements[0].confidence, 3)
+    assert raw["conclusion"][0]["confidence"] != conclude(full).statements[0].confidence
     for broken in (
         {},
         {"schema": "gpuserve.matrix/1"},

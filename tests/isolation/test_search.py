@@ -97,9 +97,50 @@ def test_two_sets_are_reported() -> None:
     )
 
 
-def test_a_set_larger_than_is_weighed() -> None:
-    found = drive(search([1.0] * 8, others=False), monotone({0, 2, 4, 6, 7}))
-    assert (found.status, found.sets) == ("found", (frozenset({0, 2, 4, 6, 7}),))
+@pytest.mark.parametrize("planted", [{0, 2, 4, 6, 7}, {0, 2, 4, 6}, {1, 2, 3, 4}, {0, 1, 2, 3, 4, 5, 6, 7}])
+def test_a_set_larger_than_is_weighed(planted: set[int]) -> None:
+    """Mutation: on to weighing sets of three at the first doubt, instead of making the launch again: 60 launches, and
+    no set that is believed."""
+    found = drive(search([1.0] * 8, others=False), monotone(planted))
+    assert (found.status, found.sets) == ("found", (frozenset(planted),))
+    assert found.confidence > 0.95
+    assert found.launches("search") <= 5 * len(planted)
+
+
+LAUNCHES = {
+    "one": (search([1.0] * 8, others=False), monotone({5}), "found", [{5}], (6, 4, 1, 0)),
+    "pair": (search([1.0] * 8), monotone({1, 6}), "found", [{1, 6}], (6, 8, 3, 1)),
+    "two sets": (search([1.0] * 8), monotone({1, 2}, {5}), "found", [{5}, {1, 2}], (6, 11, 25, 8)),
+    "suspects": (
+        search([8.0, 1, 1, 4, 1, 1, 2, 1], others=False),
+        *(monotone({3, 6}), "found", [{3, 6}], (6, 6, 5, 0)),
+    ),
+    "all": (search([1.0] * 3), monotone({0, 1, 2}), "found", [{0, 1, 2}], (6, 5, 6, 0)),
+    "one delta": (search([1.0]), monotone({0}), "found", [{0}], (6, 0, 0, 0)),
+    "flaky": (search([1.0] * 8), flaky({1, 6}, 0.6, 0.0, 1), "found", [{1, 6}], (6, 12, 12, 1)),
+    "dear": (
+        search([1.0] * 8, others=False, cost=(1.0, 10.0)),
+        *(flaky({1, 6}, 0.6, 0.0, 1), "found", [{1, 6}], (6, 12, 17, 0)),
+    ),
+    "false alarms": (search([1.0] * 8, others=False), flaky({2}, 0.9, 0.05, 4), "found", [{2}], (6, 7, 2, 0)),
+    "too rare": (
+        search([1.0] * 6, calibrate=2, budget=10),
+        *(flaky({2, 3}, 0.3, 0.0, 2), "undecided", [{0, 3, 4}], (4, 10, 3, 0)),
+    ),
+    "never": (search([1.0] * 6, calibrate=2), monotone(), "not_reproduced", [], (16, 0, 0, 0)),
+    "base": (search([1.0] * 6), lambda _: "fail", "base_fails", [], (3, 0, 0, 0)),
+}
+"""Search, answers, status, sets, launches to calibrate, to search, to verify, to look for another set."""
+
+
+@pytest.mark.parametrize("case", LAUNCHES)
+def test_the_launches_of_known_cases(case: str) -> None:
+    """Launches are minutes of somebody's GPUs: who changes how many there are shall know it."""
+    run, answer, status, sets, launches = LAUNCHES[case]
+    found = drive(run, answer)
+    assert (found.status, [set(one) for one in found.sets]) == (status, sets)
+    assert tuple(found.launches(p) for p in ("calibrate", "search", "verify", "another")) == launches
+    assert found.confidence > 0.99 if status in ("found", "base_fails") else found.confidence < 0.5
 
 
 def test_combinations_that_cannot_run_are_passed_over() -> None:
