@@ -37,6 +37,7 @@ TESTS = {
 }
 NEVER_JUST = "a probability, a rate, a time or a cost is never just that number"
 BOUND = "a bound of work, one more or less"
+TIE = "either of two that are worth the same"
 EQUAL: dict[str, dict[str, str]] = {
     "diagnose/merge.py": {
         "seconds <= 0.2  ->  seconds < 0.2": NEVER_JUST,
@@ -47,6 +48,12 @@ EQUAL: dict[str, dict[str, str]] = {
         "best.probability < SURE  ->  best.probability <= SURE": NEVER_JUST,
         "best.probability >= SURE  ->  best.probability > SURE": NEVER_JUST,
         "best.rate < 0.9  ->  best.rate <= 0.9": NEVER_JUST,
+        "w.probability > 0.05  ->  w.probability >= 0.05": NEVER_JUST,
+        "12  ->  13": BOUND,
+        "information > 0.02  ->  information >= 0.02": NEVER_JUST,
+        "2  ->  3   in: if key not in rated or entry[:2] > rated[key][:2]:": TIE,
+        "entry[:2] > rated[key][:2]  ->  entry[:2] >= rated[key][:2]": TIE,
+        "True  ->  False   in: values = dict(zip(posterior.axes, world, strict=True))": "they are equally long",
     },
 }
 """Changes by file that make no difference, wherever they are in it, and why."""
@@ -200,7 +207,7 @@ def main() -> int:
                 tried += 1
                 if noticed(place, TESTS[file], options.limit):
                     continue
-                if what.partition("   in: ")[0] in EQUAL.get(file, {}):
+                if not {what, what.partition("   in: ")[0]}.isdisjoint(EQUAL.get(file, {})):
                     equal += 1
                 else:
                     survivors.append(f"{file}:{line}: {what}")

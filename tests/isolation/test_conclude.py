@@ -184,12 +184,33 @@ def test_axes_that_were_changed_together_are_undecided_and_the_deciding_cell_is_
     results = [CellResult(f"{n}", v, "ready" if n == 0 else "hang", "serving") for n, v in enumerate(values)] * 3
     (statement,) = conclude(results).statements
     assert statement.kind == "undecided"
+    assert "3 of 6 runs, undecided between " in statement.text
     assert "cuda_graph=off (" in statement.text
     assert "attention_backend=flashinfer (" in statement.text
     assert dict(statement.decide[0]) in (
         {"cuda_graph": "on", "attention_backend": "flashinfer"},
         {"cuda_graph": "off", "attention_backend": "triton"},
     )
+
+
+def test_of_deciding_cells_of_equal_worth_the_one_closest_to_the_base_is_named() -> None:
+    axes = {"cuda_graph": ("on", "off"), "kv": ("auto", "fp8"), "overlap": ("on", "off")}
+    runs = run(lambda v: HANG if v["cuda_graph"] == "off" else None, axes, repeats=3).results
+    together = [r for r in runs if (r.values["cuda_graph"] == "on") == (r.values["kv"] == "auto")]
+    (statement,) = conclude(together).statements
+    assert statement.kind == "undecided"
+    assert statement.decide
+    assert {cell["overlap"] for cell in statement.decide} == {"on"}
+
+
+def test_at_most_three_rivals_are_named() -> None:
+    values = [dict.fromkeys("abcdef", value) for value in ("on", "off")]
+    (statement,) = conclude(
+        [CellResult(v["a"], v, "ready" if v["a"] == "on" else "hang") for v in values] * 4
+    ).statements
+    assert statement.kind == "undecided"
+    assert statement.text.count("%)") == 3
+    assert len(statement.decide) == 2
 
 
 def test_cells_that_fail_for_the_machines_sake_say_nothing() -> None:
