@@ -9,8 +9,8 @@ from typing import Any, Final, TypeAlias
 _Tree: TypeAlias = "dict[str, Any]"
 
 _SHORTEST: Final = 3
-_RARE: Final = "zqxj_kvbywgpfmucdlhrsnioate "
-"""Letters of English and of programs, the rarest first."""
+_COMMON: Final = dict(zip("zqxj_kvbywgpfmucdlhrsnioate ", range(1, 29), strict=True))
+"""Letters of English and of programs: how common each is, roughly. Others are rare."""
 _CLASSES: Final = "dDsSwWntrfv0123456789"
 _PLACES: Final = "bBAZ"
 
@@ -24,13 +24,24 @@ class Words:
     def __init__(self, words: Iterable[str]) -> None:
         self.words = frozenset(_shortest(words))
         pattern = _written(_tree(self.words))
-        self._rough = re.compile(_written(_tree(_shortest(map(_rare, self.words)))).encode()).search
+        rough = re.compile(_written(_tree(_shortest(_rare_ends(self.words)))).encode())
+        self._rough, self._roughly = rough.search, rough.finditer
         self._any = re.compile(pattern.encode()).search
         self._all = re.compile(f"(?=({pattern}))").findall
 
     def any_in(self, line: bytes) -> bool:
         """Whether one of the texts is in the line."""
         return self._rough(line) is not None and self._any(line) is not None
+
+    def rough_lines(self, lines: bytes) -> set[int]:
+        """Numbers, from 0, of the lines in which one of the texts may be; in all others there is none."""
+        found: set[int] = set()
+        number = begin = 0
+        for match in self._roughly(lines):
+            number += lines.count(b"\n", begin, match.start())
+            begin = match.start()
+            found.add(number)
+        return found
 
     def all_in(self, text: str) -> frozenset[str]:
         """Those that are in the text."""
@@ -42,10 +53,18 @@ def _shortest(words: Iterable[str]) -> set[str]:
     return {word for word in kept if not any(other in word for other in kept - {word})}
 
 
-def _rare(word: str) -> str:
-    """The end of a text from its rarest letter on, three letters at least: at few places of a line it may begin."""
-    begin = min(range(max(1, len(word) - _SHORTEST + 1)), key=lambda at: _RARE.find(word[at]) % len(_RARE))
-    return word[begin:]
+def _rare_ends(words: Iterable[str]) -> set[str]:
+    """The end of each text from a rare letter on, three letters at least. Few letters begin them all, none of them
+    common: at any other place of a line nothing is compared. (The best choice by greed: a set cover.)"""
+    begins = {word: set(word[: max(1, len(word) - _SHORTEST + 1)]) for word in words}
+    chosen: set[str] = set()
+    left = set(begins)
+    while left:
+        letters = set().union(*(begins[word] for word in left))
+        best = min(letters, key=lambda x: (_COMMON.get(x, 1) / sum(x in begins[word] for word in left), x))
+        chosen.add(best)
+        left = {word for word in left if best not in begins[word]}
+    return {word[min(at for at, x in enumerate(word) if x in chosen & begins[word]) :] for word in begins}
 
 
 def _tree(words: Iterable[str]) -> _Tree:

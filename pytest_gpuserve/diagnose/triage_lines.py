@@ -15,10 +15,8 @@ READ: Final = 1 << 12
 """Bytes of one record that are read: what a longer one goes on with are settings, token ids or a command line."""
 
 _ANSI = re.compile(rb"\x1b(?:\[[0-?]*[ -/]*[@-~]|\][^\x07\x1b]*(?:\x07|\x1b\\)|[@-Z\\^_])")
-GLUED: Final = re.compile(
-    rb"(?<=[\]s])(?=\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\([A-Za-z_]\w* (?:rank=\d+ )?pid=\d+)"
-    rb"|(?<=.)(?=\[rank\d+\]:\[[EWIF]\d)"
-)
+_GLUED: Final = re.compile(rb"[\]s](?:\[\d{4}-\d\d-\d\d \d\d:\d\d:\d\d|\([A-Za-z_]\w* (?:rank=\d+ )?pid=\d+)")
+_GLUED_TORCH: Final = re.compile(rb".\[rank\d+\]:\[[EWIF]\d")
 """Where a record follows a progress bar that had no newline."""
 
 _RELAYED = re.compile(
@@ -73,11 +71,19 @@ def plain(line: bytes) -> bytes:
     return _ANSI.sub(b"", line) if b"\x1b" in line else line
 
 
+def glued(line: bytes) -> list[int]:
+    """Where another record begins in a line, behind a progress bar without a newline."""
+    cuts = [match.start() + 1 for match in _GLUED.finditer(line)] if b"pid=" in line or b"[2" in line else []
+    if b"[rank" in line:
+        cuts = sorted({*cuts, *(match.start() + 1 for match in _GLUED_TORCH.finditer(line))})
+    return cuts
+
+
 def pieces(line: bytes) -> Iterator[bytes]:
     """The records in one line: progress bars end in a carriage return or in nothing at all."""
     for part in line.split(b"\r"):
-        if len(part) > 40 and (b"[rank" in part or b"pid=" in part or b"[2" in part):
-            yield from GLUED.split(part)
+        if cuts := glued(part) if len(part) > 40 else []:
+            yield from (part[a:b] for a, b in zip((0, *cuts), (*cuts, len(part)), strict=True))
         elif part or b"\r" not in line:
             yield part
 

@@ -96,17 +96,28 @@ class Reader:
         session = self.session
         if self._blocks <= _SEARCHED and not (session.recognised and session.version):
             self._recognise(part)
-        feed = session.feed
-        number = self._line
         lines = part.split(b"\n")
         if not lines[-1]:
             lines.pop()
-        for line, shape in zip(lines, part.translate(None, VARYING).split(b"\n"), strict=False):
-            number += 1
-            if b"\r" in line:
-                session.bars(number, line)
+        shapes = part.translate(None, VARYING).split(b"\n")[: len(lines)]
+        dull = session.shapes.dull(lines, shapes)
+        loud = [at for at, shape in enumerate(shapes) if shape not in dull] if dull else range(len(lines))
+        feed = session.feed
+        first, at = self._line + 1, 0
+        for stop in (*loud, len(lines)):
+            while at < stop and session.inside:  # what says nothing may belong to a traceback
+                feed(first + at, lines[at], shapes[at])
+                at += 1
+            if at < stop:
+                session.pass_over(first + at, lines[at:stop])
+            at = stop + 1
+            if stop == len(lines):
+                break
+            if b"\r" in lines[stop]:
+                session.bars(first + stop, lines[stop])
             else:
-                feed(number, line, shape)
+                feed(first + stop, lines[stop], shapes[stop])
+        number = self._line + len(lines)
         session.flush()
         self._line = number if whole else number - 1
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import heapq
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Final
 
@@ -89,6 +90,7 @@ class Session:
         self._chains: dict[int, Complaint] = {}
         self._queue: list[tuple[int, bytes]] = []
         self._latest: dict[tuple[bytes | None, ...], tuple[int, bytes]] = {}
+        self._dull: list[tuple[int, Sequence[bytes]]] = []
         self._late = 0
         self._waiting: list[Complaint] = []
         self._pids: dict[str, str] = {}
@@ -121,6 +123,17 @@ class Session:
         if raw:
             self.last = raw
 
+    @property
+    def inside(self) -> bool:
+        """A traceback is open, so that lines that say nothing may belong to it."""
+        return self._tracebacks.reading
+
+    def pass_over(self, number: int, lines: Sequence[bytes]) -> None:
+        """Lines from this one on say nothing but whose they are."""
+        self._dull.append((number, lines))
+        self.end = number + len(lines) - 1
+        self.last = next(filter(None, reversed(lines)), self.last)
+
     def bars(self, number: int, line: bytes) -> None:
         """A line of progress bars: its pieces are lines of their own, except to those who read the phases."""
         queued = len(self._queue)
@@ -130,6 +143,13 @@ class Session:
 
     def flush(self) -> None:
         """Hand on what was read since the last time: lines about phases, and the last line of each rank."""
+        if self._dull and self.shapes.grammar is not None:
+            tag = self.shapes.grammar.rank.match
+            dull = (line for number, lines in self._dull for line in enumerate(lines, number))
+            latest = {match.groups(): line for line in dull if (match := tag(line[1]))}
+            for rank, line in latest.items():
+                self._latest[rank] = max(line, self._latest.get(rank, line))
+        self._dull.clear()
         if self.phases is not None and (self._queue or self._latest):
             lines = heapq.merge(self._queue, sorted(self._latest.values()))
             self.phases.feed(b"\n".join((*(line for _, line in lines), b"")), 0.0)

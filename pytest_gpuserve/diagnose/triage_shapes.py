@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from enum import IntEnum
 from typing import Final, Literal
@@ -11,7 +12,7 @@ from ..engines.base import LogGrammar, PhaseRule
 from .literals import Words, required
 from .speculation_figures import MARKS
 from .tracebacks import HEADER, LOOSE
-from .triage_lines import GLUED, parse
+from .triage_lines import glued, parse
 from .triage_rules import Rule, Rules
 
 VARYING: Final = b"0123456789abcdef"
@@ -31,6 +32,10 @@ _NODES: Final = re.compile(rb"\bnnodes['\"]?[=: ]+(\d+)")
 _WORLD: Final = re.compile(
     rb"\b(?:tp_size|tensor_parallel_size|world_size|nranks)['\"]?[=: ]+(\d+)|connected to (\d+) peer ranks"
 )
+_MANY: Final = 64
+"""New shapes in one block that are worth a search of their own."""
+_LONG: Final = 64
+"""Bytes of a line that is more than the tag of a rank."""
 _MEMO: Final = 1 << 14
 _MEMO_LINE: Final = 512
 
@@ -57,7 +62,7 @@ class Shape:
     Attributes:
         kind: what the line does; ``rule`` is the rule of a NOISE or a SIGN.
         phase: it may say something about a phase; "late" when it does so only once, after the server is ready.
-        tagged: it begins with the tag of a rank.
+        tagged: it may begin with the tag of a rank.
     """
 
     kind: Kind
@@ -95,6 +100,7 @@ class Shapes:
         self.served = False
         self.access_log = False
         self._memo: dict[bytes, Shape] = {}
+        self._dull: set[bytes] = set()
         self.use(None)
 
     def use(self, grammar: LogGrammar | None) -> None:
@@ -107,6 +113,20 @@ class Shapes:
     def of(self, line: bytes, shape: bytes) -> Shape:
         """The shape of a line without its terminator, which is ``shape`` when :data:`VARYING` is left out of it."""
         return self._memo.get(shape) or self._look(line, shape)
+
+    def dull(self, lines: Sequence[bytes], shapes: Sequence[bytes]) -> set[bytes]:
+        """Of lines that are next, shapes of those that say nothing but, by their tags, that a rank wrote them. Where no
+        two are alike they are found in one search of all; none are told where few are new."""
+        fresh = set(shapes) - self._memo.keys()
+        if len(fresh) < _MANY:
+            return set()
+        picked = [n for n, x in enumerate(shapes) if x in fresh and len(lines[n]) >= _LONG and b"\r" not in x]
+        speaks = self._anything.rough_lines(b"\n".join([lines[n] for n in picked]).lower())
+        dull = {shapes[n] for n in picked} - {shapes[picked[number]] for number in speaks}
+        for shape in dull & self._dull:  # not so rare
+            self._keep(shape, _DULL if self.grammar is None else _TAGGED)
+        self._dull = dull
+        return dull
 
     def said_nothing(self, line: bytes, shape: bytes) -> None:
         """A line that might have spoken did not: neither will its like, unless its numbers decide."""
@@ -126,7 +146,7 @@ class Shapes:
             self.access_log = True
         phase = self._phase(line, low)
         kind, rule = self._kind(line, low, phase)
-        if kind is Kind.SPEAKS and not phase and GLUED.search(line):
+        if kind is Kind.SPEAKS and not phase and glued(line):
             phase = "any"
         return self._keep(shape, Shape(kind, rule, phase, tag is not None))
 
@@ -161,7 +181,7 @@ class Shapes:
 
     def _complains(self, line: bytes, text: str) -> bool:
         """Whether a line that shows work also says, or carries behind its progress bar, something else."""
-        return bool(GLUED.search(line) or HEADER.search(text) or LOOSE.search(text) or self.rules.classify(text))
+        return bool(glued(line) or HEADER.search(text) or LOOSE.search(text) or self.rules.classify(text))
 
     def _moves(self, line: bytes, low: bytes, phase: str) -> Kind | None:
         """MOVES or READY when the line shows work, or a phase that begins or ends."""
