@@ -88,6 +88,16 @@ def same(process: ProcessId) -> bool:
     return found is not None and found.start == process.start and found.alive
 
 
+def exit_code(process: ProcessId) -> int | None:
+    """Of exactly this process while it is a zombie, as subprocess says it (-9: SIGKILL); None when it is reaped, or
+    not ours to read."""
+    raw = read(f"/proc/{process.pid}/stat")
+    fields = raw.rpartition(b")")[2].split()
+    if len(fields) < 50 or fields[0] not in (b"Z", b"X") or int(fields[19]) != process.start:
+        return None
+    return os.waitstatus_to_exitcode(int(fields[49]))
+
+
 def pids() -> Iterator[int]:
     """Every pid this process can see."""
     for name in os.listdir("/proc"):

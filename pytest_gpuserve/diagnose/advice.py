@@ -1,9 +1,10 @@
-"""What to do next. The signature's advice where there is one; else what the place, the log or the machine suggest."""
+"""What to do next. The signature's advice where there is one; else what the mechanism, the log, the machine suggest."""
 
 from __future__ import annotations
 
-from .case import BUSY, Case
+from .case import Case
 from .finding import Finding
+from .mechanism import mechanism
 from .merge import Member, format_ranks
 
 _BY_PLACE = {
@@ -15,18 +16,25 @@ _BY_PLACE = {
     "sleep": "Find out what it waits for: a device synchronisation and a poll loop both sleep like this.",
 }
 
+MAY_BE_SLOW = "It uses CPU all the time, so it may be slow and not hung: its C frames, or more time, would tell."
+
 
 def advice(case: Case, finding: Finding) -> list[str]:
     """Whole sentences; none where nothing is known."""
     lock = finding.lock
     if lock and lock.holder_alive is False and lock.path:
+        if lock.kind == "file" and not (finding.signature and finding.signature.lock):
+            return [f"If {lock.path} is a lock, whoever made it is gone: remove it."]
         return ["Remove the lock."]
     if finding.advice:
         return [finding.advice]
+    members = [case.merged.by_label[label] for label in finding.culprits if label in case.merged.by_label]
     if finding.signature:
         everyone = finding.layer != "desync" and not finding.culprits
         if text := (everyone and finding.signature.together) or finding.signature.advice:
-            return [text]
+            return [text, *_caveat(finding, members)]
+    if finding.verdict in ("hang", "slow", "undecided") and members and (found := mechanism(members[0])):
+        return [found.advice.format(who=format_ranks(m.label for m in members)), *_caveat(finding, members)]
     if finding.verdict in ("ready", "slow", "degraded"):
         return []
     if lock and lock.holder_label in case.merged.by_label:
@@ -35,19 +43,21 @@ def advice(case: Case, finding: Finding) -> list[str]:
         return [f"{lock.holder_label}{waits} must let go of the lock first."]
     if finding.verdict != "hang":
         return [fact.claim[:300].rstrip(". ") + "." for fact in case.evidence.log if fact.hint][:1]
-    members = [case.merged.by_label[label] for label in finding.culprits if label in case.merged.by_label]
     return [_at(case, members)] if members else _nobody(case)
+
+
+def _caveat(finding: Finding, members: list[Member]) -> list[str]:
+    found = [mechanism(m) for m in members]
+    spin = bool(found) and all(f is not None and f.kind == "spin" for f in found)
+    return [MAY_BE_SLOW] if spin and finding.verdict == "hang" else []
 
 
 def _at(case: Case, members: list[Member]) -> str:
     who = format_ranks(m.label for m in members)
     first = members[0]
-    place = case.wait(first).place
-    if (first.cpu or 0) > BUSY or place == "cpu":
-        return f"{who} burns CPU outside Python: its C frames say where (stacks/*.native.json, or perf top -p PID)."
     if first.frames and first.frames[0].native:
         return f"Only {who} is in this place: look at what it calls there."
-    return _BY_PLACE.get(place) or f"Only {who} is in this place: its C frames say what it waits for."
+    return _BY_PLACE.get(case.wait(first).place) or f"Only {who} is in this place: its C frames say what it waits for."
 
 
 def _nobody(case: Case) -> list[str]:

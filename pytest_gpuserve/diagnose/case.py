@@ -4,23 +4,20 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from functools import cached_property
 
 from ..gpu import Gpu
 from ..vocabulary import PHASES, Phase
 from .evidence import NO_PROGRESS, Evidence, LockFact, Witness
 from .kernel import KernelWait, kernel_wait
+from .mechanism import BUSY, READS, mechanism, spins
 from .merge import Member, Merged, label_order, merge
 from .model import ClassKind, Frame, RankClass
 from .roles import rank_in
 from .signatures import last_name
 
-BUSY = 0.5
-"""Cores: a process that uses more between two rounds is busy."""
-
-READS = 1_000_000
-"""Bytes per second from storage that count as loading."""
+__all__ = ["BUSY", "READS", "Case", "is_stdlib", "own_leaf", "role_words", "same_primitive"]
 
 _ROLE_WORDS = {
     "api": "the front end",
@@ -164,6 +161,32 @@ class Case:
                 alive = used > 0.05 or (dump.process not in first and not name.startswith("python"))
             if alive:
                 found[name] = None
+        return tuple(found)
+
+    @cached_property
+    def spinners(self) -> tuple[str, ...]:
+        """Ranks that burn CPU in one place while every other rank of their group waits in a collective. Of two ranks
+        none: one may spin where it waits for the other."""
+        return self._held_up_by(spins)
+
+    @cached_property
+    def workers(self) -> tuple[str, ...]:
+        """Ranks that read files or have a compiler at work while every other rank of their group waits for them."""
+
+        def works(member: Member) -> bool:
+            found = mechanism(member)
+            return found is not None and found.kind in ("build", "reads")
+
+        return self._held_up_by(works, least=2)
+
+    def _held_up_by(self, does: Callable[[Member], bool], least: int = 3) -> tuple[str, ...]:
+        found: list[str] = []
+        for group in self.groups:
+            members = [m for entry in group for m in self.merged.of(entry)]
+            some = [m for m in members if m.kind not in ("waits", "idle") and not m.condition and does(m)]
+            others = [m for m in members if m not in some]
+            if len(members) >= least and others and all(m.kind == "waits" for m in others):
+                found += [m.label for m in some]
         return tuple(found)
 
     @cached_property

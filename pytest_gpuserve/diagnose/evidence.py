@@ -17,6 +17,10 @@ from .model import ProcessDump
 if TYPE_CHECKING:
     from ..phases.reader import RankPhase
 
+Front = Literal["healthy", "responds", "silent", "closed"]
+"""Of a front end behind which no token comes: its health page says 200; it answers something; its port is open and
+nothing is answered; its port is closed."""
+
 NO_PROGRESS = frozenset({"no_progress", "startup_budget", "request_timeout", "test_timeout"})
 """Reasons for an incident that come with a suspicion; ``manual`` and others come with none."""
 
@@ -24,13 +28,16 @@ NO_PROGRESS = frozenset({"no_progress", "startup_budget", "request_timeout", "te
 @dataclass(frozen=True, slots=True)
 class LogFact:
     """Something the log says. ``verdict`` where the line decides one (a fatal error), ``rank`` whose fault that is,
-    where the log tells; ``hint``: it says what to do, not what happened."""
+    where the log tells; ``hint``: it says what to do, not what happened. ``lost``: of a victim, that lost a peer;
+    ``silent``: the ranks that printed no error then."""
 
     claim: str
     witness: str
     verdict: Verdict | None = None
     rank: str | None = None
     hint: bool = False
+    lost: bool = False
+    silent: tuple[str, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -154,6 +161,7 @@ class Evidence:
         shm_free: bytes free in /dev/shm; ``nccl``: NCCL variables of the server's environment.
         locks, witnesses, progress: see the classes.
         answers: a completion we just sent answered (True), did not (False), or was not sent (None).
+        front: what the front end itself answered when no completion came; None: not asked.
         requests: our requests in flight; None when unknown.
         test: node id of the test that was running.
         foreign: True when processes were read from somebody else's dump, so that nothing can be measured.
@@ -180,6 +188,7 @@ class Evidence:
     witnesses: tuple[Witness, ...] = ()
     progress: Progress | None = None
     answers: bool | None = None
+    front: Front | None = None
     requests: int | None = None
     test: str | None = None
     foreign: bool = False

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _PLAIN: Final = (
     "reason", "after", "expected", "exits", "server_exit", "engine", "axes", "tp", "gpu_busy", "shm_free", "nccl",
-    "answers", "requests", "test", "foreign",
+    "answers", "front", "requests", "test", "foreign",
 )  # fmt: skip
 
 
@@ -92,7 +92,7 @@ def _phase(raw: Mapping[str, Any]) -> RankPhase:
 
 
 def _log_fact(raw: Mapping[str, Any]) -> LogFact:
-    fact = _one(LogFact, raw)
+    fact = _one(LogFact, raw, silent=tuple)
     if fact.verdict is not None and fact.verdict not in VERDICTS:
         raise TypeError(f"there is no verdict {fact.verdict!r}")
     return fact

@@ -23,6 +23,7 @@ class Finding:
         layer: what is to blame instead of a rank.
         lock: the lock it is about.
         slow: describe it as work that goes on.
+        first: who ended before all others of the server.
         complete: ``what`` says everything, the classes need not be told.
     """
 
@@ -37,6 +38,7 @@ class Finding:
     layer: str = ""
     lock: LockFact | None = None
     slow: bool = False
+    first: str = ""
     complete: bool = False
 
     def blaming(self, culprits: tuple[str, ...]) -> Finding:

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import os
 import re
+import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
@@ -11,12 +13,17 @@ from pathlib import Path
 from .. import procfs
 from .evidence import LockFact
 from .kernel import kernel_wait
+from .mechanism import mechanism
 from .merge import Member, Merged
 
 _LOCK_LINE = re.compile(
     r"^\d+: (-> )?(FLOCK|POSIX|OFDLCK)\s+\S+\s+\S+\s+(-?\d+) ([0-9a-f]+):([0-9a-f]+):(\d+)", re.MULTILINE
 )
 _WALK_LIMIT = 20_000
+_TRACE = 1.2
+"""Seconds of system calls that are looked at: a dozen turns of a loop that sleeps 0.1 s."""
+_OFTEN = 3
+_LOOPS = 2
 
 _CACHES: Mapping[str, tuple[tuple[str | None, str, str], ...]] = {
     "torch-extension-lock": (("TORCH_EXTENSIONS_DIR", "", "lock"), (None, ".cache/torch_extensions", "lock")),
@@ -42,11 +49,12 @@ _CACHES: Mapping[str, tuple[tuple[str | None, str, str], ...]] = {
 """Signature to (variable, sub-directory, end of the name); None stands for the process's HOME."""
 
 
-def locks(merged: Merged, *, limit: float = 3.0) -> tuple[LockFact, ...]:
+def locks(merged: Merged, *, limit: float = 3.0, python: str | None = None) -> tuple[LockFact, ...]:
     """Locks that the server's processes wait for, and who holds them.
 
     Kernel locks come from /proc/locks, by inode. Lock files of JIT caches and downloads, which a waiter polls, are
     looked for where the signature says; the holder is who has the file open, and one that nobody has open is stale.
+    What any other process polls for is seen in its system calls, when ``python`` (an interpreter) is given for that.
     """
     deadline = time.monotonic() + limit
     labels = {m.process.pid: m.label for m in merged.members}
@@ -72,7 +80,45 @@ def locks(merged: Merged, *, limit: float = 3.0) -> tuple[LockFact, ...]:
             polling.setdefault(member.signature.id, []).append(member)
     for signature, members in polling.items():
         found.extend(_cache_locks(signature, members, labels, table, deadline))
+    if python:
+        found.extend(_polled(merged, found, labels, python, deadline))
     return tuple(found)
+
+
+def _polled(
+    merged: Merged, found: Sequence[LockFact], labels: Mapping[int, str], python: str, deadline: float
+) -> list[LockFact]:
+    """Files for which loops poll; of those in one place one is traced."""
+    known = {label for lock in found for label in lock.waiters if lock.path}
+    loops: dict[tuple[str, ...], list[Member]] = {}
+    for member in merged.members:
+        how = mechanism(member)
+        if how is not None and how.kind == "poll" and member.label not in known:
+            loops.setdefault(member.key, []).append(member)
+    result = []
+    for members in list(loops.values())[:_LOOPS]:
+        path = asked_for(members[0].process.pid, python, deadline - time.monotonic())
+        if path:
+            holders = _open_by(Path(path), _inode(Path(path)), {m.process.pid for m in members}, deadline)
+            waiters = [m.label for m in members]
+            result.append(_fact(path, waiters, holders, labels, "file", None if holders else False))
+    return result
+
+
+def asked_for(pid: int, python: str, limit: float) -> str | None:
+    """The file that a loop asks for again and again while it is there; None where it asks for none, or for several,
+    or cannot be traced. Takes a second and a bit."""
+    if limit < _TRACE + 0.5:
+        return None
+    argv = [python, "-S", "-E", str(Path(__file__).with_name("asked_files.py")), str(pid), str(_TRACE)]
+    try:
+        done = subprocess.run(argv, capture_output=True, timeout=_TRACE + 3.0, cwd="/", check=False)
+        asked = {str(path): int(often) for path, often in json.loads(done.stdout).items()}
+    except (OSError, ValueError, AttributeError, subprocess.SubprocessError):
+        return None
+    often = [path for path, count in asked.items() if count >= _OFTEN and path.startswith("/")]
+    there = [path for path in often if Path(path).is_file() and not Path(path).is_symlink()]
+    return there[0] if len(there) == len(often) == 1 else None
 
 
 def _fact(

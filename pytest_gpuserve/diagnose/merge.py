@@ -10,7 +10,7 @@ from __future__ import annotations
 import re
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from typing import Any
 
@@ -18,6 +18,7 @@ from ..engines.base import ProcessRole, Rank
 from ..phases.labels import format_ranks, label_order
 from ..procfs import ProcessId
 from ..vocabulary import RoleName
+from .conduct import Conduct, asleep_at, conduct, growth, stuck_owner, working_children
 from .model import ClassKind, Frame, ProcessDump, RankClass, ThreadStack
 from .signatures import Match, Signature, folded, last_name, match
 
@@ -116,6 +117,7 @@ class Member:
         cpu: cores used between the first and the last round; None for one round.
         read: bytes per second read between the rounds; None where unknown.
         facts: /proc facts of the last round.
+        conduct: how it behaved over the rounds.
     """
 
     label: str
@@ -135,6 +137,7 @@ class Member:
     read: float | None
     facts: Mapping[str, Any]
     rank: bool
+    conduct: Conduct = field(default_factory=Conduct)
 
     @property
     def leaf(self) -> str:
@@ -227,6 +230,10 @@ def merge(rounds: Sequence[Sequence[ProcessDump]]) -> Merged:
     counted: Counter[str] = Counter(d[-1].role.role for d in seen.values() if d[-1].role.role in SILENT_ROLES)
     labels = Counter(d[-1].label for d in classed)
     members = _whole_paths([_member(dumps, unique=labels[dumps[-1].label] == 1) for dumps in classed])
+    working = working_children(rounds)
+    members = [
+        replace(m, conduct=replace(m.conduct, child=working[m.process])) if m.process in working else m for m in members
+    ]
     idle = sum(is_idle(t) for dumps in classed for t in dumps[-1].threads)
     return Merged(tuple(sorted(members, key=lambda m: label_order(m.label))), len(rounds), dict(counted), idle)
 
@@ -235,27 +242,34 @@ def _member(dumps: Sequence[ProcessDump], *, unique: bool) -> Member:
     last = dumps[-1]
     places: list[tuple[tuple[str, ...], tuple[Frame, ...], Match | None]] = []
     exact = set()
+    owner = stuck_owner(dumps)
+    told: list[ThreadStack] = []
     for dump in dumps:
         thread, found = telling(dump)
+        if owner is not None and thread is not None and thread.tid != owner:
+            thread = next((t for t in dump.threads if t.tid == owner), thread)
+            found = match(thread)
         if thread is None or not thread.frames:
             continue
+        told.append(thread)
         frames = found.frames[found.start :] if found else folded(thread.frames)
         name = () if thread.main else (f"[{re.sub(r'[0-9]+', 'N', thread.name or 'thread')}]",)
         places.append((name + _key(found.cut if found else frames), frames, found))
         exact.add(tuple((f.name, f.file, f.line) for f in folded(thread.frames) if not f.native))
     condition = _KERNEL_STATES.get(last.state, "") if all(d.state == last.state for d in dumps) else ""
     key: tuple[str, ...] = ()
-    frames, found = (), None
+    frames, found, same, leaf = (), None, 0, None
     if places:
         counts = Counter(p[0] for p in places)
         latest = {p[0]: n for n, p in enumerate(places)}
         key = max(counts, key=lambda k: (counts[k], latest[k]))
         _, frames, found = places[latest[key]]
+        same = counts[key]
+        leaf = found.frames[0] if found and found.start else None
     kind: ClassKind = "cause" if condition else (found.signature.kind if found else "other")
     rank = last.role.rank
     label = last.label if unique else f"{last.label} {last.process.pid}"
     group = "" if rank is None or rank.tp is None else _group(rank.dp, rank.pp)
-    cpu, read = _rates(dumps)
     return Member(
         label=label,
         role=last.role.role,
@@ -270,10 +284,11 @@ def _member(dumps: Sequence[ProcessDump], *, unique: bool) -> Member:
         moving=len(exact) > 1,
         problem=last.problem,
         dumper=last.dumper,
-        cpu=cpu,
-        read=read,
-        facts=last.facts,
+        cpu=growth(dumps, "cpu_seconds"),
+        read=growth(dumps, "read_bytes"),
+        facts=asleep_at(dumps),
         rank=rank is not None,
+        conduct=conduct(dumps, same, told, leaf),
     )
 
 
@@ -293,18 +308,3 @@ def _is_tail(short: Sequence[str], long: Sequence[str]) -> bool:
 
 def _group(dp: int | None, pp: int | None) -> str:
     return " ".join(f"{name}{n}" for name, n in (("DP", dp), ("PP", pp)) if n is not None)
-
-
-def _rates(dumps: Sequence[ProcessDump]) -> tuple[float | None, float | None]:
-    first, last = dumps[0], dumps[-1]
-    seconds = last.taken - first.taken
-    if len(dumps) < 2 or seconds <= 0.2:
-        return None, None
-
-    def rate(fact: str) -> float | None:
-        a, b = first.facts.get(fact), last.facts.get(fact)
-        if not isinstance(a, (int, float)) or not isinstance(b, (int, float)):
-            return None
-        return max(0.0, (b - a) / seconds)
-
-    return rate("cpu_seconds"), rate("read_bytes")

@@ -107,12 +107,33 @@ class RankClass:
 
 
 @dataclass(frozen=True, slots=True)
+class Gone:
+    """Ranks or roles that ended alike. ``how``: ``killed by SIGKILL``; ``phase``: the last one; ``first``: before all
+    others of the server."""
+
+    ranks: tuple[str, ...]
+    how: str
+    phase: Phase | None = None
+    first: bool = False
+
+    @property
+    def words(self) -> str:
+        """``killed by SIGKILL, first of all, last phase cuda_graph``."""
+        return (
+            self.how + (", first of all" if self.first else "") + (f", last phase {self.phase}" if self.phase else "")
+        )
+
+    def to_json(self) -> dict[str, Any]:
+        return {"ranks": list(self.ranks), "how": self.how, "phase": self.phase, "first": self.first}
+
+
+@dataclass(frozen=True, slots=True)
 class Judgement:
     """What we say, and on what it rests. ``text`` is one paragraph a maintainer can paste.
 
     ``facts`` are (claim, witness) pairs; ``ruled_out`` likewise (what it is not, and by what). ``confidence`` 0..1.
     ``cause`` and ``advice`` are the parts of ``text`` that say what happened and what to do; ``known``: addresses of
-    public reports of the same.
+    public reports of the same. ``gone``: ranks and roles that ended.
     """
 
     verdict: Verdict
@@ -127,6 +148,7 @@ class Judgement:
     cause: str = ""
     advice: str = ""
     known: tuple[str, ...] = ()
+    gone: tuple[Gone, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The object of schema ``gpuserve.verdict/1``."""
@@ -143,5 +165,6 @@ class Judgement:
             "cause": self.cause,
             "advice": self.advice,
             "known": list(self.known),
+            "gone": [gone.to_json() for gone in self.gone],
             "text": self.text,
         }

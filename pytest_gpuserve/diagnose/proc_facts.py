@@ -100,7 +100,7 @@ def facts(pid: int) -> dict[str, Any]:
         "majflt": found.majflt,
     }
     if found.state == "Z":
-        result["exit"] = _exit_code(pid)
+        result["exit"] = procfs.exit_code(found.id)
         return result
     status = procfs.read(f"/proc/{pid}/status").decode(errors="replace")
     fields = dict(re.findall(r"^(\w+):\s*(\S+)", status, re.MULTILINE))
@@ -174,11 +174,6 @@ def exit_words(code: int | None) -> str:
         return f"killed by {signal.Signals(-code).name}"
     except ValueError:
         return f"killed by signal {-code}"
-
-
-def _exit_code(pid: int) -> int | None:
-    fields = procfs.read(f"/proc/{pid}/stat").rpartition(b")")[2].split()
-    return os.waitstatus_to_exitcode(int(fields[49])) if len(fields) > 49 else None
 
 
 def _syscall(raw: bytes) -> str | None:

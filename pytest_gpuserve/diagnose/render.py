@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
-from .merge import Member, format_ranks, label_order
+from .mechanism import contradicted, mechanism, spins
+from .merge import Member, format_ranks, label_order, place
 from .model import RankClass
 
 if TYPE_CHECKING:
@@ -64,6 +65,8 @@ def describe(rank_class: RankClass, members: Sequence[Member]) -> str:
         text = "is stopped (state T)"
     elif first.condition == "dead":
         text = "is dead (zombie)"
+    elif (how := mechanism(first)) and first.signature and contradicted(first.signature, how):
+        return f"{how.verb}: {place(first.conduct.leaf or first.frames[0])}, inside {first.leaf}"
     elif first.signature:
         text = f"{first.signature.title} [{first.signature.id}]"
     else:
@@ -91,10 +94,22 @@ def _classes(merged: Merged, limit: int) -> list[str]:
             role = rank_class.role
             lines.append(f"{role}:")
         ranks = format_ranks(m.label for m in members)
-        moving = "moving" if any(m.moving for m in members) else "frozen" if merged.rounds > 1 else ""
         count = f"{len(members)}x " if len(members) > 1 else ""
-        lines.append(f"  {count}{ranks}  {_KINDS[rank_class.kind]}  {describe(rank_class, members)}  {moving}".rstrip())
+        what = f"{_KINDS[rank_class.kind]}  {describe(rank_class, members)}"
+        lines.append(f"  {count}{ranks}  {what}  {_pace(merged, members)}".rstrip())
     return lines
+
+
+def _pace(merged: Merged, members: Sequence[Member]) -> str:
+    """moving (its stack, or what it works at), spins (burns a CPU in one place), frozen; "" for one round."""
+    if any(m.moving for m in members) and not all(spins(m) for m in members):
+        return "moving"
+    found = [how for m in members if (how := mechanism(m)) is not None and how.kind in ("build", "reads")]
+    if found:
+        return f"moving ({found[0].seen})"
+    if any(spins(m) for m in members):
+        return "spins"
+    return "frozen" if merged.rounds > 1 else ""
 
 
 def _trees(merged: Merged, chain: int) -> list[str]:

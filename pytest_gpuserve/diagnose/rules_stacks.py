@@ -54,6 +54,10 @@ def locks(case: Case) -> Finding | None:
 
 def _is_lock(case: Case, entry: RankClass) -> bool:
     signature = by_id().get(entry.signature or "")
+    polled = {label for lock in case.evidence.locks if lock.path for label in lock.waiters}
+    if entry.kind not in ("waits", "idle") and set(entry.ranks) <= polled:
+        rest = [c for group in case.groups for c in group if not set(c.ranks) <= polled]
+        return all(c.kind in ("waits", "idle") for c in rest)  # who is elsewhere may have made the file, and work
     return (signature is not None and signature.lock) or all(
         case.wait(m).place == "lock" and m.kind in ("other", "cause") for m in case.merged.of(entry)
     )
@@ -138,7 +142,7 @@ def roles(case: Case) -> Finding | None:
     order = ("engine_core", "detokenizer", "api")
     suspects = [m for m in case.others if m.role in order and m.has_stack and _holds_up(case, m)]
     if not suspects:
-        return None
+        return _silent(case)
     first = min(suspects, key=lambda m: order.index(m.role))
     busy = f", at {first.cpu:.1f} cores" if (first.cpu or 0) > BUSY else ""
     words = case.wait(first).words
@@ -148,6 +152,23 @@ def roles(case: Case) -> Finding | None:
         + (f" and {words}" if words and case.wait(first).local else ""),
         culprits=(first.label,),
         signature=first.signature,
+        confidence=0.8,
+        complete=True,
+    )
+
+
+def _silent(case: Case) -> Finding | None:
+    """The ranks wait for work, and whoever owns the port answers nothing, not even a page that needs no engine."""
+    if case.evidence.front != "silent":
+        return None
+    front = tuple(m.label for m in case.others if m.role == "api")
+    who = ", ".join(front) or "the front end"
+    return Finding(
+        "hang",
+        f"the port is open and accepts connections, but nothing is answered there, not even GET /health: {who} is "
+        "stuck while the ranks wait for work",
+        culprits=front if len(front) == 1 else (),
+        advice="Look at the threads of the front end: its event loop is blocked, or it no longer reads its sockets.",
         confidence=0.8,
         complete=True,
     )
@@ -259,6 +280,12 @@ def symmetric(case: Case) -> Finding | None:
     )
 
 
+_LOST = {
+    "healthy": ": GET /health answers 200 while tokens stand still",
+    "responds": ": the front end answers other requests while tokens stand still",
+}
+
+
 def _layer(
     case: Case, entries: Sequence[RankClass], signature: Signature | None
 ) -> tuple[str, str, tuple[tuple[str, str], ...]]:
@@ -268,7 +295,8 @@ def _layer(
         return "gpu", f"look at the GPU: {kernel.claim}", ((kernel.claim, kernel.source),)
     layer = signature.layer if signature else ""
     if all(c.kind == "idle" for c in entries):
-        return "ipc", "look at the messages between the processes: a request or an answer was lost", ()
+        lost = "look at the messages between the processes: a request or an answer was lost"
+        return "ipc", lost + _LOST.get(case.evidence.front or "", ""), ()
     words = {
         "gpu": "look at the GPU: a kernel or a collective on it never ends",
         "nccl": "look at NCCL and the links between the GPUs: every rank has entered the collective and none leaves it",

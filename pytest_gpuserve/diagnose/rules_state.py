@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Mapping
+from dataclasses import replace
 
 from .case import READS, Case
 from .evidence import Departure
@@ -42,9 +43,10 @@ def exited(case: Case) -> Finding | None:
     oom = memory is not None and bool(memory.oom_kills) and (bool(killed) or evidence.server_exit in (-9, 137))
     order = _order_of_exits(case, went)
     if fatal:
+        fatal = _with_the_first(case, fatal, went) if went and dead else fatal
         fatal = fatal if fatal.culprits or not dead else fatal.blaming(dead)
         return fatal.noting(*order) if went and went.label in fatal.culprits else fatal
-    what = _exits(case)
+    what = _went_words(case, went) if went and dead and len(_gone(case)) > 1 else _exits(case)
     if oom and memory is not None:
         return Finding(
             "oom",
@@ -71,6 +73,7 @@ def exited(case: Case) -> Finding | None:
         facts=order,
         confidence=0.95 if known or went else 0.8,
         layer="process",
+        first=went.label if went and dead else "",
     )
 
 
@@ -83,7 +86,11 @@ def _went_first(case: Case) -> Departure | None:
     first, rest = gone[0], [d for d in gone[1:] if d.label != gone[0].label]
     if first.code in _TOLD or (first.code is None and not _fatal(case)):
         return None
-    return first if all(d.at - first.at >= _APART for d in rest) else None
+    near = [d for d in rest if d.at - first.at < _APART]
+    if near and first.label in (silent := {label for fact in case.evidence.log for label in fact.silent}):
+        # somebody lost a peer before all were killed: of those that printed no error, who ended before the others
+        near = [d for d in near if d.label in silent and d.at <= first.at]
+    return None if near else first
 
 
 def _unseen(case: Case, known: set[str]) -> bool:
@@ -105,6 +112,30 @@ def _order_of_exits(case: Case, first: Departure | None) -> tuple[tuple[str, str
     went = f"{first.label} (pid {first.pid}) was the first to go ({exit_words(first.code)})"
     after = f"; {later[0][1]} went {later[0][0]:.1f} s later" if later else ""
     return ((went + after, "watcher"),)
+
+
+def _with_the_first(case: Case, fatal: Finding, went: Departure) -> Finding:
+    """The error in the log, and who was gone first: an error of somebody who lost a peer is a victim's."""
+    if not any(fact.lost for fact in case.evidence.log):
+        return fatal
+    what = f"{_went_words(case, went)}; the error of a rank that lost it: {fatal.what}"
+    how = "unknown" if went.code is None else "killed" if went.code in (-9, 137) else "ended"
+    advice = _OF_A_DEATH[how].format(who=went.label)
+    return replace(fatal, culprits=(went.label,), what=what, advice=advice, confidence=0.95, first=went.label)
+
+
+_OF_A_DEATH = {
+    "killed": "Find out who sent SIGKILL to {who}: the kernel for memory (dmesg, oom_kill), or somebody outside.",
+    "unknown": "Find out how {who} ended (last lines, dmesg, oom_kill): it printed no error, and the others followed.",
+    "ended": "Look at the last lines of {who}: it ended by itself and printed no error, and the others followed.",
+}
+
+
+def _went_words(case: Case, went: Departure) -> str:
+    """``TP1 was gone first (killed by SIGKILL), 0.04 s before TP0,2-3``."""
+    later = [d for d in _gone(case) if d.label != went.label and rank_in(d.label)]
+    before = f", {later[0].at - went.at:.2f} s before {format_ranks(d.label for d in later)}" if later else ""
+    return f"{went.label} was gone first ({exit_words(went.code)}){before}"
 
 
 def _first_to_die(dead: Mapping[str, int | None]) -> tuple[str, ...]:
@@ -186,6 +217,34 @@ def stopped(case: Case) -> Finding | None:
     return Finding("hang", "", culprits=labels, advice=advice, facts=facts, confidence=0.97, layer="process")
 
 
+def spinning(case: Case) -> Finding | None:
+    """A rank burns CPU in one place while all others wait for it, and nothing else moves: the rank is certain, and how
+    certain the hang is, time tells."""
+    progress = case.evidence.progress
+    if not case.suspected or progress is None or not case.spinners or case.compilers or case.workers:
+        return None
+    if progress.state == "moving" and any(not sign.startswith("(") for sign in progress.moving):
+        return None
+    still = max(progress.still or 0.0, case.evidence.after or 0.0 if not progress.moving else 0.0)
+    window = (progress.window or 2 * _BRIEF) / 2  # the watcher's has twice the time while only CPU moves
+    culprits = case.spinners
+    who = format_ranks(culprits)
+    fact = (
+        f"{who} {'use' if len(culprits) > 1 else 'uses'} CPU in one place, and nothing else moves",
+        "/proc and py-spy",
+    )
+    if progress.state != "hung" and still < window:
+        return Finding(
+            "undecided",
+            "",
+            culprits=culprits,
+            undecided=f"{still:.0f} s are too short to tell slow from hung, but all others wait for {who}",
+            facts=(fact,),
+            confidence=0.4,
+        )
+    return Finding("hang", "", culprits=culprits, facts=(fact,), confidence=0.6)
+
+
 def moving(case: Case) -> Finding | None:
     """Something moves that a hang does not move."""
     progress = case.evidence.progress
@@ -208,7 +267,15 @@ def moving(case: Case) -> Finding | None:
         return None
     if len(facts) == 1 and seen and (brief := _too_short(case)):
         return brief
-    return Finding("slow", "", facts=tuple(facts), confidence=0.9, advice=_progress_advice(case), slow=True)
+    return Finding(
+        "slow",
+        "",
+        culprits=case.workers,
+        facts=tuple(facts),
+        confidence=0.9,
+        advice=_progress_advice(case),
+        slow=True,
+    )
 
 
 def _too_short(case: Case) -> Finding | None:
@@ -239,7 +306,7 @@ def _too_short(case: Case) -> Finding | None:
 def _progress_advice(case: Case) -> str:
     for entry in (c for group in case.groups for c in group):
         signature = by_id().get(entry.signature or "")
-        if signature and signature.progressive:
+        if signature and signature.progressive and not (signature.weak and case.workers):
             return signature.advice
     return ""
 

@@ -10,7 +10,7 @@ from typing import Any, Final
 from ..vocabulary import Phase, Verdict
 from .logfile import LogFile
 from .triage_events import LONGEST_QUOTE
-from .triage_ranks import RankState, absent, behind, ranks_of, remarks, states
+from .triage_ranks import RankState, absent, behind, ranks_of, remarks, silent, states
 from .triage_reader import Reader
 from .triage_rules import Rules, load
 from .triage_session import Session
@@ -49,6 +49,7 @@ class Triage:
         phase: the furthest phase that was reached, or where the cause struck.
         ranks: by label; a rank that was asked for and never spoke has no phase.
         lagging: labels of ranks that are behind the others, or missing.
+        silent: ranks that printed no error while another lost a peer; not in the JSON, a hint says it.
         benign: name of a rule to what it folded; heartbeats too.
         degraded: what works worse than asked for, one sentence each, with figures.
         hints: what to look at next, one sentence each.
@@ -66,6 +67,7 @@ class Triage:
     degraded: tuple[str, ...]
     hints: tuple[str, ...]
     several: bool = False
+    silent: tuple[str, ...] = ()
 
     def to_json(self) -> dict[str, Any]:
         """The object of schema ``gpuserve.triage/1``; ``cause.log`` is there when several logs were read."""
@@ -140,6 +142,7 @@ def _judge(rules: Rules, sessions: Sequence[Session], names: Sequence[str]) -> T
         phase=phase_of(sessions, ranks, found),
         ranks=states(ranks, missing),
         lagging=lagging,
+        silent=() if well else silent(sessions, ranks),
         cause=cause,
         benign=_noise(rules, sessions),
         degraded=degradations(rules, sessions)[0],

@@ -99,8 +99,13 @@ def remarks(
         least = min(completed.values())
         slow = [label for label, count in completed.items() if count == least]
         said.append(f"{', '.join(slow)} completed the fewest collectives ({least}): look there first")
-    complained = {found.rank for session in sessions for found in session.complaints if found.rank}
-    silent = [label for label in ranks if label not in complained]
-    if silent and complained and any(found.name == "peer_lost" for session in sessions for found in session.complaints):
-        said.append(f"{', '.join(silent)} printed no error while a peer lost its connection: the first suspect")
+    if quiet := silent(sessions, ranks):
+        said.append(f"{', '.join(quiet)} printed no error while a peer lost its connection: the first suspect")
     return tuple(said)
+
+
+def silent(sessions: Sequence[Session], ranks: Mapping[str, RankPhase]) -> tuple[str, ...]:
+    """Ranks that printed no error while another lost a peer: one of them went first."""
+    complained = {found.rank for session in sessions for found in session.complaints if found.rank}
+    lost = any(found.name == "peer_lost" for session in sessions for found in session.complaints)
+    return tuple(label for label in ranks if label not in complained) if lost and complained else ()

@@ -4,13 +4,17 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
+from ..vocabulary import Phase
 from .advice import advice
 from .case import Case
 from .evidence import LockFact, Memory
 from .finding import Finding
-from .merge import Member, format_ranks
-from .model import Judgement, RankClass
+from .mechanism import contradicted, mechanism
+from .merge import Member, format_ranks, label_order
+from .model import Frame, Gone, Judgement, RankClass
+from .proc_facts import exit_words
 from .signatures import by_id, last_name
 
 GB = 1e9
@@ -24,6 +28,7 @@ def judgement(case: Case, finding: Finding) -> Judgement:
     classes = tuple(
         RankClass(c.role, c.group, c.ranks, case.kind(c), c.path, c.signature, c.moving) for c in case.merged.classes
     )
+    finding = _settled(case, finding)
     phase = case.phase_of(finding.culprits)
     ruled_out, facts = _ruled_out(case, finding), _facts(case, finding)
     return Judgement(
@@ -39,7 +44,29 @@ def judgement(case: Case, finding: Finding) -> Judgement:
         cause=_cause(case, finding),
         advice=" ".join(advice(case, finding)),
         known=_reports(finding),
+        gone=_gone(case, finding.first),
     )
+
+
+def _gone(case: Case, first: str) -> tuple[Gone, ...]:
+    """Who is not there any more: the first to end, then the others in groups of the same end."""
+    found: dict[tuple[str, Phase | None, bool], list[str]] = {}
+    order = sorted(case.dead, key=lambda label: (label != first, label_order(label)))
+    for label in order:
+        phase = case.evidence.phases[label].phase if label in case.evidence.phases else None
+        found.setdefault((exit_words(case.dead[label]), phase, label == first), []).append(label)
+    return tuple(Gone(tuple(labels), how, phase, ahead) for (how, phase, ahead), labels in found.items())
+
+
+def _settled(case: Case, finding: Finding) -> Finding:
+    """Less a signature that what the process does speaks against, and no surer of a spin than one can be."""
+    members = [case.merged.by_label[label] for label in finding.culprits if label in case.merged.by_label]
+    found = [mechanism(member) for member in members]
+    if finding.signature and any(contradicted(finding.signature, entry) for entry in found):
+        finding = replace(finding, signature=None)
+    if finding.verdict == "hang" and found and all(entry and entry.kind == "spin" for entry in found):
+        finding = replace(finding, confidence=min(finding.confidence, 0.6))
+    return finding
 
 
 def _cause(case: Case, finding: Finding) -> str:
@@ -111,6 +138,11 @@ def doing(case: Case, entry: RankClass, members: Sequence[Member], lock: LockFac
     else:
         signature = by_id().get(entry.signature or "")
         words = case.wait(first).words
+        how = mechanism(first) if not (lock and set(entry.ranks) & set(lock.waiters)) else None
+        if how and (signature is None or contradicted(signature, how)):
+            place = first.conduct.leaf or (first.frames[0] if first.frames else None)
+            text = how.verb + (f" ({_at(place)})" if place else "") + f": {how.seen}"
+            return plural(text) if many else text
         if signature:
             text = signature.title
         elif words and case.wait(first).place not in ("cpu", "poll", "futex"):
@@ -118,15 +150,21 @@ def doing(case: Case, entry: RankClass, members: Sequence[Member], lock: LockFac
         else:
             text = "" if first.frames else f"has no stack ({first.problem or 'not a Python process'})"
         if lock and set(entry.ranks) & set(lock.waiters):
+            if lock.kind == "file" and not (signature and signature.lock):
+                text = "polls for the file"
             text += f" {lock.path or ''}".rstrip() + f", which is {holder_words(lock)}"
     if first.frames:
-        leaf = first.frames[0]
-        line = f":{leaf.line}" if leaf.line else ""
-        where = f"{last_name(leaf.name)} at {(leaf.module or leaf.file).rpartition('/')[2]}{line}"
+        where = _at(first.frames[0])
         text = f"{text} ({where})" if text else f"is in {where}"
     if (first.cpu or 0) > 0.8 and not first.condition:
         text += ", using a whole core"
     return plural(text) if many else text
+
+
+def _at(frame: Frame) -> str:
+    """``all_reduce at distributed_c10d.py:3252``."""
+    line = f":{frame.line}" if frame.line else ""
+    return f"{last_name(frame.name)} at {(frame.module or frame.file).rpartition('/')[2]}{line}"
 
 
 def plural(text: str) -> str:
@@ -141,7 +179,11 @@ def plural(text: str) -> str:
 def holder_words(lock: LockFact) -> str:
     """``held by pid 812 (python train.py)``; ``left behind: its writer (pid 812) is gone``."""
     if lock.holder is None:
-        return "held by nobody that can be seen"
+        return (
+            "stale: it is there and nobody has it open"
+            if lock.holder_alive is False
+            else "held by nobody that can be seen"
+        )
     who = lock.holder_label or f"pid {lock.holder}"
     title = f", {lock.holder_title[:60]}" if lock.holder_title and not lock.holder_label else ""
     if lock.holder_alive is False:
@@ -258,11 +300,19 @@ def _facts(case: Case, finding: Finding) -> list[tuple[str, str]]:
         (f"{claim.claim}", claim.source) for claim in case.witnesses if (claim.claim, claim.source) not in found
     )
     if case.evidence.answers is False:
-        found.append(("a completion sent just now got no answer", "HTTP"))
+        found.append((f"a completion sent just now got no answer{_FRONT.get(case.evidence.front or '', '')}", "HTTP"))
     found.extend(
         (f"{fact.claim}", fact.witness) for fact in case.evidence.log[:5] if (fact.claim, fact.witness) not in found
     )
     return found[:40]
+
+
+_FRONT = {
+    "healthy": ", while GET /health answered 200",
+    "responds": ", while the front end answered other requests",
+    "silent": ", nor did GET /health, though the port accepts connections",
+    "closed": ": its port is closed",
+}
 
 
 def _dumper(members: Sequence[Member]) -> str:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import re
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
@@ -14,7 +15,7 @@ from typing import Generic, TypeVar
 
 from .. import gpu, procfs
 from ..diagnose import coredump, flight, locks, machine, ras
-from ..diagnose.evidence import Departure, Evidence, LogFact, Progress, Witness
+from ..diagnose.evidence import Departure, Evidence, Front, LockFact, LogFact, Progress, Witness
 from ..diagnose.merge import Merged, label_order, merge, relabel
 from ..diagnose.model import ProcessDump
 from ..diagnose.roles import rank_in
@@ -215,10 +216,12 @@ class Scene:
     gpus: tuple[gpu.Gpu, ...] = ()
     witnesses: tuple[Witness, ...] = ()
     answers: bool | None = None
+    front: Front | None = None
     server_exit: int | None = None
     log_size: int | None = None  # bytes, when the incident began
     before: Progress | None = None  # what the watcher had seen when the incident began
     began: float = 0.0  # CLOCK_MONOTONIC seconds
+    _locks: tuple[int, tuple[LockFact, ...]] = (0, ())
 
     @property
     def known(self) -> list[list[ProcessDump]]:
@@ -235,6 +238,14 @@ class Scene:
             return False
         busy = [m for m in merged.members if (m.cpu or 0) > 0.05 or (m.read or 0) > 1e6]
         return not merged.moving and not busy
+
+    def locks(self, merged: Merged) -> tuple[LockFact, ...]:
+        """Looked for once a round, since a loop that polls is traced for that."""
+        number, found = self._locks
+        if number != len(self.rounds):
+            found = locks.locks(merged, limit=4.0, python=sys.executable)
+            self._locks = len(self.rounds), found
+        return found
 
     def evidence(self, merged: Merged) -> Evidence:
         record = self.record
@@ -268,10 +279,11 @@ class Scene:
             gpus=self.gpus,
             shm_free=machine.shm_free(),
             nccl=machine.nccl_variables(environment),
-            locks=locks.locks(merged, limit=2.0),
+            locks=self.locks(merged),
             witnesses=self.witnesses,
             progress=seen,
             answers=self.answers,
+            front=self.front,
             requests=requests_in_flight(record.directory),
             test=self.test,
         )

@@ -47,7 +47,9 @@ def body(words: Words, probe: Probe | None, test_waits: bool | None, environment
     verdict = words.judgement.to_json()
     del verdict["schema"]
     memory = evidence.memory
-    asked = {"answers": probe.answers, "reachable": probe.reachable, "how": probe.how} if probe else None
+    asked = None
+    if probe:
+        asked = {"answers": probe.answers, "reachable": probe.reachable, "how": probe.how, "front": probe.front}
     return {
         **verdict,
         "kill": words.decision.kill,

@@ -130,7 +130,10 @@ def _phase_lines(words: Words) -> list[str]:
     found.sort(key=lambda item: -len(item[0]))
     shown = "; ".join(f"{format_ranks(labels)} {what}" for labels, what in found[:8])
     more = f"; {len(found) - 8} more" if len(found) > 8 else ""
-    return [words.line(f"phases: {shown}{more}", 1000)] if found else []
+    lines = [words.line(f"phases: {shown}{more}", 1000)] if found else []
+    gone = words.judgement.gone
+    lines += [words.line(f"gone: {format_ranks(entry.ranks)}: {entry.words}", 400) for entry in gone[:8]]
+    return lines
 
 
 def _stack_lines(words: Words, limit: int) -> list[str]:

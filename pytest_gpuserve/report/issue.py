@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from .bundle_reader import Bundle
 from .markdown import block, code, plain
-from .pages import REASONS, mapping, number, pairs, sections, strings
+from .pages import REASONS, gone, mapping, number, pairs, sections, strings
 from .repro import environment, script
 
 MOST: Final = 60_000
@@ -83,6 +83,7 @@ def _bug(incident: Mapping[str, Any], most: int) -> list[str]:
     lines = [plain(incident.get("text")), "", "| | |", "|---|---|"]
     lines += [f"| {name} | {plain(value, 2000)} |" for name, value in _table(incident)]
     if stacks := body.get("Stacks"):
+        stacks = [*stacks, *(f"gone: {entry}" for entry in gone(incident))]
         lines += ["", "**What every rank does** (ranks in the same place are put together; leaf frame last)", ""]
         lines += code(_cut(stacks, most))
     if facts := pairs(incident.get("facts"), "claim", "witness"):
@@ -102,12 +103,16 @@ def _table(incident: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "rank", ", ".join(culprits) or "none stands out"
     if missing := strings(incident.get("missing")):
         yield "not there", ", ".join(missing)
+    if ended := gone(incident):
+        yield "gone", "; ".join(ended[:8])
     if cause := incident.get("cause"):
         yield "cause", str(cause)
     if advice := incident.get("advice"):
         yield "what helps", str(advice)
     if known := strings(incident.get("known")):
         yield "seen before", " ".join(known[:4])
+    if how := mapping(incident.get("probe")).get("how"):
+        yield "asked just now", str(how)
     reason = str(incident.get("reason"))
     yield "noticed because", REASONS.get(reason, reason)
     if test := incident.get("test"):

@@ -63,10 +63,12 @@ def said(record: ServerRecord) -> Said:
         return Said(tuple(facts))
     witness = f"{record.log.name}, line {found.cause.number}"
     rank = found.cause.rank
-    if found.cause.kind == "peer_lost":  # who says so is a victim; the only rank that is behind is not
+    lost = found.cause.kind == "peer_lost"
+    if lost:  # who says so is a victim; the only rank that is behind is not
         rank = found.lagging[0] if len(found.lagging) == 1 else None
     verdict = "config" if found.verdict == "crash" and _named(record, found.cause.line) else found.verdict
-    return Said((LogFact(found.cause.line, witness, verdict, rank), *facts), found.cause.number)
+    fatal = LogFact(found.cause.line, witness, verdict, rank, lost=lost, silent=found.silent if lost else ())
+    return Said((fatal, *facts), found.cause.number)
 
 
 def _named(record: ServerRecord, line: str) -> bool:

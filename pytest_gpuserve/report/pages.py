@@ -6,6 +6,9 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from ..diagnose.merge import format_ranks
+from ..diagnose.model import Gone
+from ..vocabulary import PHASES
 from .markdown import block, code, plain
 
 REASONS: Final = {
@@ -51,6 +54,20 @@ def sections(incident: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
     for title, body in mapping(incident.get("sections")).items():
         if isinstance(body, list) and body:
             yield str(title), [line for entry in body for line in block(entry, 1200) or [""]]
+
+
+def gone(incident: Mapping[str, Any]) -> list[str]:
+    """``TP1: killed by SIGKILL, first of all, last phase cuda_graph``, one a line."""
+    entries = incident.get("gone")
+    found = []
+    for raw in entries[:64] if isinstance(entries, list) else ():
+        entry = mapping(raw)
+        phase = entry.get("phase")
+        words = Gone(
+            (), str(entry.get("how"))[:200], phase if phase in PHASES else None, entry.get("first") is True
+        ).words
+        found.append(f"{format_ranks(strings(entry.get('ranks')))}: {words}")
+    return found
 
 
 def pairs(entries: Any, first: str, second: str) -> list[tuple[str, str]]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import http.client
 import json
 import re
+import socket
 import threading
 import time
 from collections.abc import Sequence
@@ -13,10 +14,14 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from .. import procfs
+from ..diagnose.evidence import Front
 from ..diagnose.model import Frame, ProcessDump
 from ..engines.base import Engine, ReadyProbe
 from ..server.record import ServerRecord
 from .sensitive import is_secret_name
+
+HEALTH = "/health"
+"""Static in most engines; where it makes a token too, ``/`` tells the same by any answer at all."""
 
 _ESTABLISHED = "01"
 _READING = re.compile(
@@ -36,18 +41,22 @@ _CLIENT_FILES = (
 
 @dataclass(frozen=True, slots=True)
 class Probe:
-    """``answers``: tokens came; None: no completion could be asked for. ``reachable``: anything answered over HTTP."""
+    """``answers``: tokens came; None: no completion could be asked for. ``reachable``: anything answered over HTTP.
+    ``front``: what the front end itself does, where no tokens came."""
 
     answers: bool | None
     reachable: bool
     how: str
     seconds: float
+    front: Front | None = None
 
 
 def ask(record: ServerRecord, engine: Engine | None, limit: float = 3.0) -> Probe:
-    """One-token completion where the engine knows one, else its ready path; never longer than ``limit`` seconds.
+    """One-token completion where the engine knows one, else its ready path; never much longer than ``limit`` seconds.
 
-    A refusal (401, 404, 422) shows that the front end lives, and says nothing of the engine behind it.
+    A refusal (401, 404, 422) shows that the front end lives, and says nothing of the engine behind it. A page that
+    needs no engine is asked for when no token comes at once: it tells a dead front end from one behind which tokens
+    stand still.
     """
     began = time.monotonic()
     try:
@@ -58,37 +67,78 @@ def ask(record: ServerRecord, engine: Engine | None, limit: float = 3.0) -> Prob
     answers: bool | None = None
     if ready.generate is not None:
         body = json.dumps({"model": model, **ready.generate})
-        status = _limited(record, "POST", ready.generate_path, body, limit)
-        how = f"POST {ready.generate_path}: " + (f"status {status}" if status else f"no answer within {limit:g} s")
+        asked = _Asked(record, "POST", ready.generate_path, body, limit)
+        pages = _pages(record, asked, limit)
+        status = asked.get()
+        how = f"POST {ready.generate_path}: {_status(status, limit)}"
         answers = True if status == 200 else False if status is None or status >= 500 else None
         reachable = status is not None
     else:
-        status = _limited(record, "GET", ready.path, None, limit)
-        how = f"GET {ready.path}: " + (f"status {status}" if status else f"no answer within {limit:g} s")
+        asked = _Asked(record, "GET", ready.path, None, limit)
+        pages = _pages(record, asked, limit)
+        status = asked.get()
+        how = f"GET {ready.path}: {_status(status, limit)}"
         reachable = status == 200
         if "generate" in ready.path:  # SGLang's health page that makes a token
             answers = True if reachable else False if status is None or status >= 500 else None
-    return Probe(answers, reachable, how, time.monotonic() - began)
+    front: Front | None = None
+    if answers is False:
+        health, root = (page.get() for page in pages)
+        front = _front(record, health, root)
+        how += f"; GET {HEALTH}: {f'status {health}' if health else 'no answer'}"
+    return Probe(answers, reachable, how, time.monotonic() - began, front)
 
 
-def _limited(record: ServerRecord, method: str, path: str, body: str | None, limit: float) -> int | None:
-    """Status of one request, its whole answer read; None: none in time. A server that trickles cannot hold us."""
-    result: list[int] = []
+def _pages(record: ServerRecord, asked: _Asked, limit: float) -> list[_Asked]:
+    """Requests for pages that need no engine, where the one for a token is not answered soon; else none."""
+    soon = asked.get(limit / 3)
+    if soon is not None and soon < 500:
+        return []
+    return [_Asked(record, "GET", page, None, 2 * limit / 3) for page in (HEALTH, "/")]
 
-    def request() -> None:
-        connection = http.client.HTTPConnection(record.host, record.port, timeout=limit)
-        with suppress(OSError, http.client.HTTPException, ValueError):
-            headers = {"Content-Type": "application/json", "Connection": "close", **_key(record)}
-            connection.request(method, path, body, headers)
-            answer = connection.getresponse()
-            answer.read(1 << 20)
-            result.append(answer.status)
-        connection.close()
 
-    thread = threading.Thread(target=request, name="gpuserve-probe", daemon=True)
-    thread.start()
-    thread.join(limit)
-    return result[0] if result else None
+def _front(record: ServerRecord, health: int | None, root: int | None) -> Front:
+    """An error page, and a 404 as well, come from a front end that is alive."""
+    if health == 200:
+        return "healthy"
+    if health is not None or root is not None:
+        return "responds"
+    try:
+        socket.create_connection((record.host, record.port), timeout=1.0).close()
+    except OSError:
+        return "closed"
+    return "silent"
+
+
+def _status(status: int | None, limit: float) -> str:
+    return f"status {status}" if status else f"no answer within {limit:g} s"
+
+
+class _Asked:
+    """One request under way; its whole answer is read. A server that trickles cannot hold us."""
+
+    def __init__(self, record: ServerRecord, method: str, path: str, body: str | None, limit: float) -> None:
+        self._result: list[int] = []
+        self._deadline = time.monotonic() + limit
+
+        def request() -> None:
+            connection = http.client.HTTPConnection(record.host, record.port, timeout=limit)
+            with suppress(OSError, http.client.HTTPException, ValueError):
+                headers = {"Content-Type": "application/json", "Connection": "close", **_key(record)}
+                connection.request(method, path, body, headers)
+                answer = connection.getresponse()
+                answer.read(1 << 20)
+                self._result.append(answer.status)
+            connection.close()
+
+        self._thread = threading.Thread(target=request, name="gpuserve-probe", daemon=True)
+        self._thread.start()
+
+    def get(self, within: float | None = None) -> int | None:
+        """Its status; None: no answer in time, or ``within`` so many seconds from now."""
+        left = max(0.0, self._deadline - time.monotonic())
+        self._thread.join(left if within is None else min(left, within))
+        return self._result[0] if self._result else None
 
 
 def _key(record: ServerRecord) -> dict[str, str]:

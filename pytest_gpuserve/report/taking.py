@@ -129,7 +129,8 @@ class Taking:
         self._further_rounds(probe)
         if probe is not None:
             self._probe = probe.get(self._patience + 0.5)
-            scene.answers = self._probe.answers if self._probe else None
+            if self._probe is not None:
+                scene.answers, scene.front = self._probe.answers, self._probe.front
         self._waits = test_waits(
             self._stacks.owner, record.owner.pid, record.port, gather.requests_in_flight(record.directory)
         )

@@ -29,6 +29,9 @@ FULL_SCAN = 30.0
 TITLES = 5.0
 """Seconds between looks at the titles of processes that have no rank yet: engines set them late."""
 
+YOUNG = 30.0
+"""Seconds of a process's life in which its title is looked at every time: it may die before the next look."""
+
 
 @dataclass
 class _Process:
@@ -41,6 +44,7 @@ class _Process:
     role: ProcessRole | None = None
     compiler: bool = False
     named: float = 0.0
+    begun: float = field(default_factory=time.monotonic)
 
     def close(self) -> None:
         for descriptor in (self.stat, self.io):
@@ -180,7 +184,8 @@ class ProcTree:
         comm = head.partition(b"(")[2]
         role = entry.role
         renamed = comm != entry.comm.encode()  # exec: a shell becomes a compiler
-        if renamed or ((role is None or (role.rank is None and role.role != "helper")) and now - entry.named > TITLES):
+        nameless = role is None or (role.rank is None and role.role != "helper")
+        if renamed or (nameless and now - entry.named > (TITLES if now - entry.begun > YOUNG else 0.0)):
             self._name(entry)
             role = entry.role
         state = fields[0].decode()
