@@ -194,13 +194,13 @@ def test_axes_that_were_changed_together_are_undecided_and_the_deciding_cell_is_
 
 
 def test_of_deciding_cells_of_equal_worth_the_one_closest_to_the_base_is_named() -> None:
-    axes = {"cuda_graph": ("on", "off"), "kv": ("auto", "fp8"), "overlap": ("on", "off")}
+    axes = {"cuda_graph": ("on", "off"), "kv": ("auto", "fp8"), **dict.fromkeys("abc", ("on", "off", "other"))}
     runs = run(lambda v: HANG if v["cuda_graph"] == "off" else None, axes, repeats=3).results
     together = [r for r in runs if (r.values["cuda_graph"] == "on") == (r.values["kv"] == "auto")]
     (statement,) = conclude(together).statements
     assert statement.kind == "undecided"
     assert statement.decide
-    assert {cell["overlap"] for cell in statement.decide} == {"on"}
+    assert [cell[axis] for cell in statement.decide for axis in "abc"] == ["on"] * 3 * len(statement.decide)
 
 
 def test_at_most_three_rivals_are_named() -> None:
@@ -239,6 +239,25 @@ def test_speculative_decoding_is_compared_with_its_base_cell() -> None:
     assert (slower.kind, slower.text) == ("slower", "eagle3-on: 0.66x slower than its base base-on (15% accepted).")
     assert lonely.kind == "undecided"
     assert "no base cell to compare with" in lonely.text
+
+
+@pytest.mark.parametrize(
+    ("base", "kind", "said"),
+    [
+        (50.0, "passes", "eagle3: 1.50x as against its base base."),
+        (75.0, "passes", "eagle3: 1.00x as against its base base."),
+        (0.5, "passes", "eagle3: 150.00x as against its base base."),
+        (100.0, "slower", "eagle3: 0.75x slower than its base base."),
+        (0.0, "undecided", "eagle3: 75 tokens/s, undecided: no base cell to compare with."),
+    ],
+)
+def test_a_speedup_is_told_as_one(base: float, kind: str, said: str) -> None:
+    results = [
+        CellResult("base", {"spec_decode": "base"}, "ready", figures={"throughput": base}),
+        CellResult("eagle3", {"spec_decode": "eagle3"}, "ready", figures={"throughput": 75.0}),
+    ]
+    statement = conclude(results).statements[-1]
+    assert (statement.kind, statement.text) == (kind, said)
 
 
 def test_grid_and_text() -> None:
