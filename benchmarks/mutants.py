@@ -42,6 +42,7 @@ EQUAL: dict[str, dict[str, str]] = {
     "diagnose/merge.py": {
         "seconds <= 0.2  ->  seconds < 0.2": NEVER_JUST,
     },
+    "isolation/search.py": {"20  ->  21": BOUND},
     "isolation/conclude.py": {
         "20000  ->  20001": BOUND,
         "best.probability < LIKELY  ->  best.probability <= LIKELY": NEVER_JUST,

@@ -271,7 +271,7 @@ def test_the_one_token_probe(
             spec(),
             Probing(f"/status/{status}"),
             parent=tmp_path,
-            limits=lifecycle.Limits(startup=1.5, grace=0.5, dump=5),
+            limits=lifecycle.Limits(startup=3.0 if verdict == "hang" else 30.0, grace=0.5, dump=5),
             incident=lambda directory, reason: [],
         )
 
@@ -285,7 +285,7 @@ def test_the_one_token_probe(
 
 def test_a_ready_path_that_is_never_200_is_named(serve: Any) -> None:
     with pytest.raises(ServerStartError, match="GET /nowhere answered 404"):
-        serve(startup=1.0, spec={"ready": "/nowhere"})
+        serve(startup=3.0, spec={"ready": "/nowhere"})
 
 
 # The log

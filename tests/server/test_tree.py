@@ -330,7 +330,8 @@ def test_what_will_not_die_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
     requests.closed = True
     with decoy(GPUSERVE_COOKIE=cookie) as process:
         tree.end(requests, supervisor=-1, root=-1, cookie=cookie, skip=[], deadline=0.0)
-        assert [words for words in said if words[0] == "left"] == [("left", process.pid, "S")]
+        assert [words[:2] for words in said if words[0] == "left"] == [("left", process.pid)]
+        assert {words[2] for words in said if words[0] == "left"} <= {"S", "R", "D"}
 
 
 def test_a_skipped_process_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
