@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import random
 
@@ -79,6 +80,19 @@ def test_the_base_alone_is_asked_first_and_may_be_to_blame() -> None:
     assert next(run) == Question(frozenset(), "calibrate", pytest.approx(0.0, abs=0.05))
     found = drive(search([1.0] * 4), lambda _: "fail")
     assert (found.status, found.sets, found.launches()) == ("base_fails", (), 3)
+
+
+@pytest.mark.parametrize(("fails", "blamed"), [(2, False), (3, True)])
+def test_a_base_that_fails_more_often_than_not_is_to_blame(fails: int, blamed: bool) -> None:
+    seen = itertools.count()
+
+    def answer(deltas: frozenset[int]) -> str:
+        if not deltas:
+            return "fail" if next(seen) < fails else "pass"
+        return "fail" if 2 in deltas else "pass"
+
+    found = drive(search([1.0] * 4, calibrate=4, others=False), answer)
+    assert (found.status == "base_fails") is blamed
 
 
 def test_nothing_fails() -> None:
