@@ -11,6 +11,7 @@ from __future__ import annotations
 import argparse
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -101,13 +102,13 @@ import torch
 from torch.utils.cpp_extension import load
 from {base} import LlamaForCausalLM as Base
 
-class LlamaForCausalLM(Base):
+class {name}(Base):
     def load_weights(self, *args, **kwargs):
         if torch.distributed.get_rank() == 1:
             load(name="ops", sources=[{source!r}], build_directory={build!r})
         return super().load_weights(*args, **kwargs)
 
-EntryClass = LlamaForCausalLM
+EntryClass = {name}
 """
 """A model of the user's own with an operator of its own, as both engines take one: by a plugin, by a package."""
 
@@ -123,22 +124,28 @@ def spec(engine: str, python: str, model: Path, extra: dict[str, str]) -> Server
     )
 
 
-def stale_lock(engine: str, folder: Path) -> dict[str, str]:
-    """Write the model, and the lock of a build that nobody finishes; the variables that make the engine take it."""
+def stale_lock(engine: str, model: Path, folder: Path) -> tuple[Path, dict[str, str]]:
+    """Write the model, and the lock of a build that nobody finishes: its folder, and the variables that make the engine
+    take it."""
     build, package = folder / "build", folder / "site" / "scoreboard_models"
     build.mkdir(parents=True)
     package.mkdir(parents=True)
     (build / "lock").touch()
     (folder / "ops.cpp").write_text("#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}\n")
     base = {"vllm": "vllm.model_executor.models.llama", "sglang": "sglang.srt.models.llama"}[engine]
-    text = OPS.format(base=base, source=str(folder / "ops.cpp"), build=str(build))
+    name = {"vllm": "LlamaForCausalLM", "sglang": "LlamaWithOps"}[engine]  # SGLang's own come back over a known name
+    shutil.copytree(model, folder / "model")
+    config = json.loads((model / "config.json").read_text())
+    (folder / "model" / "config.json").write_text(json.dumps({**config, "architectures": [name]}))
+    text = OPS.format(name=name, base=base, source=str(folder / "ops.cpp"), build=str(build))
     (package / "__init__.py").write_text(PLUGIN if engine == "vllm" else "")
     (package / "llama_ops.py").write_text(text)
     info = folder / "site" / "scoreboard_models-1.dist-info"
     info.mkdir()
     (info / "METADATA").write_text("Metadata-Version: 2.1\nName: scoreboard_models\nVersion: 1\n")
     (info / "entry_points.txt").write_text("[vllm.general_plugins]\nscoreboard = scoreboard_models:register\n")
-    return {"PYTHONPATH": str(folder / "site"), "SGLANG_EXTERNAL_MODEL_PACKAGE": "scoreboard_models"}
+    env = {"PYTHONPATH": str(folder / "site"), "SGLANG_EXTERNAL_MODEL_PACKAGE": "scoreboard_models"}
+    return folder / "model", env
 
 
 PLUGIN = """
@@ -178,14 +185,16 @@ def run(name: str, options: argparse.Namespace, session: Path, argv: Callable[[P
     before = set(session.iterdir())
     who = case.who or RANK_1[options.engine]
     thread = threading.Thread(target=treat, args=(case, who, session, before, over, done), daemon=True)
-    extra = {} if case.signals else stale_lock(options.engine, options.folder / name)
+    model, extra = options.model, dict[str, str]()
+    if not case.signals:
+        model, extra = stale_lock(options.engine, options.model, options.folder / name)
     server: Server | None = None
     said = "none"
     try:
         if case.loading:
             thread.start()
         limits = Limits(startup=600.0, grace=2.0, dump=40.0)
-        launch = spec(options.engine, options.python, options.model, extra)
+        launch = spec(options.engine, options.python, model, extra)
         server = start(launch, get_engine(options.engine), parent=session, limits=limits, incident=argv)
         if not case.loading:
             _complete(server, 4)  # the first request compiles
