@@ -95,6 +95,21 @@ def test_a_base_that_fails_more_often_than_not_is_to_blame(fails: int, blamed: b
     assert (found.status == "base_fails") is blamed
 
 
+def test_a_base_that_failed_once_proves_nothing_by_itself() -> None:
+    """Mutation: bisection all the same: every set holds the empty one, so the first delta would be put to the proof."""
+    alarms = [frozenset[int]()]
+
+    def answer(deltas: frozenset[int]) -> str:
+        if deltas in alarms:
+            alarms.remove(deltas)
+            return "fail"
+        return "fail" if 2 in deltas else "pass"
+
+    found = drive(search([1.0] * 6, others=False), answer)
+    assert (found.status, found.sets) == ("found", (frozenset({2}),))
+    assert not [trial for trial in found.trials if trial.purpose == "verify" and trial.deltas == {0}]
+
+
 def test_nothing_fails() -> None:
     found = drive(search([1.0] * 4, calibrate=2), lambda _: "pass")
     assert (found.status, found.sets) == ("not_reproduced", ())
