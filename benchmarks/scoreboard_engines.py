@@ -9,6 +9,7 @@ case, half a minute each on two quiet cores.
 from __future__ import annotations
 
 import argparse
+import fcntl
 import json
 import os
 import shutil
@@ -22,7 +23,7 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.errors import GpuserveError, ServerError
@@ -126,11 +127,12 @@ def spec(engine: str, python: str, model: Path, extra: dict[str, str]) -> Server
 
 def stale_lock(engine: str, model: Path, folder: Path) -> tuple[Path, dict[str, str]]:
     """Write the model, and the lock of a build that nobody finishes: its folder, and the variables that make the engine
-    take it."""
+    take it. Up to torch 2.13 a file that is there blocks, from 2.14 on only a lock with a living holder: us."""
     build, package = folder / "build", folder / "site" / "scoreboard_models"
     build.mkdir(parents=True)
     package.mkdir(parents=True)
-    (build / "lock").touch()
+    HELD.append((build / "lock").open("w"))
+    fcntl.flock(HELD[-1], fcntl.LOCK_EX)
     (folder / "ops.cpp").write_text("#include <torch/extension.h>\nPYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {}\n")
     base = {"vllm": "vllm.model_executor.models.llama", "sglang": "sglang.srt.models.llama"}[engine]
     name = {"vllm": "LlamaForCausalLM", "sglang": "LlamaWithOps"}[engine]  # SGLang's own come back over a known name
@@ -147,6 +149,9 @@ def stale_lock(engine: str, model: Path, folder: Path) -> tuple[Path, dict[str, 
     env = {"PYTHONPATH": str(folder / "site"), "SGLANG_EXTERNAL_MODEL_PACKAGE": "scoreboard_models"}
     return folder / "model", env
 
+
+HELD: list[IO[str]] = []
+"""Locks of builds, held to the end."""
 
 PLUGIN = """
 def register():

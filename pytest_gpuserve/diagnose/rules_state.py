@@ -39,6 +39,8 @@ def exited(case: Case) -> Finding | None:
         dead = ()
     else:
         dead = _first_to_die(case.dead)
+        if len(dead) > 1 and not any(rank_in(m.label) and m.label not in case.dead for m in case.ranks):
+            dead = ()  # all are gone in the same way: one took the others with it, or somebody ended them all
     killed = [label for label, code in case.dead.items() if code in (-9, 137)]
     oom = memory is not None and bool(memory.oom_kills) and (bool(killed) or evidence.server_exit in (-9, 137))
     order = _order_of_exits(case, went)

@@ -50,8 +50,8 @@ def test_the_sentence_of_the_tool(dumps):
         "hang in cuda_graph after 41 s without progress: TP0-2,4-7 wait in a collective (all_reduce at "
         "distributed_c10d.py:3252); TP3 waits for the torch extension lock "
         f"{path}, which is stale: its writer (pid 812) is gone (wait at file_baton.py:50). Remove the lock. "
-        "Known: pytorch/pytorch#189245. Not out of memory (33 of 449 GB resident, no oom_kill; 425 GB are address "
-        "space). EAGLE-3 is not involved: no draft frame in any stack."
+        "Known: pytorch/pytorch#189245, fixed in torch 2.14. Not out of memory (33 of 449 GB resident, no oom_kill; "
+        "425 GB are address space). EAGLE-3 is not involved: no draft frame in any stack."
     )
     assert ("out of memory", "33 of 449 GB resident, no oom_kill") in found.ruled_out
     assert ("EAGLE-3", "no draft frame in any stack") in found.ruled_out
@@ -192,14 +192,20 @@ def test_an_exit_code_says_how_a_rank_ended(dumps):
         ({"TP0": 1, "TP1": 1, "TP2": -9}, ("TP2",)),
         ({"TP0": -6, "TP1": -11, "TP2": -6}, ("TP1",)),
         ({"TP0": -15, "TP1": 1, "TP2": -15}, ("TP1",)),
-        ({"TP0": -6, "TP1": 1, "TP2": -6}, ("TP0", "TP2")),
-        ({"TP0": 1, "TP1": 1, "TP2": 1}, ("TP0", "TP1", "TP2")),
+        ({"TP0": -6, "TP1": 1, "TP2": -6}, ()),
+        ({"TP0": 1, "TP1": 1, "TP2": 1}, ()),
+        ({"TP0": -9, "TP1": -9, "TP2": -9}, ()),
     ],
 )
 def test_of_several_that_ended_the_first_to_die_is_named(dumps, codes, first):
     found = hung([dumps.dump("api", "f x.py:1")], number=3, exits=codes)
     assert (found.verdict, found.culprits) == ("crash", first)
     assert all(label in found.text for label in codes)
+
+
+def test_two_that_were_killed_while_others_live_are_both_named(dumps):
+    found = hung(dumps.same(2, dumps.COLLECTIVE), number=4, exits={"TP2": -9, "TP3": -9})
+    assert (found.verdict, found.culprits) == ("crash", ("TP2", "TP3"))
 
 
 def test_the_server_that_ended_is_a_crash_whatever_the_code():
@@ -676,7 +682,7 @@ def test_the_rank_that_went_while_the_others_were_there_is_the_one(dumps):
     ("gone", "named"),
     [
         ([("TP0", 1.0, None), ("TP1", 6.0, 1), ("api", 7.0, 0)], ("TP0",)),  # nobody read its code: still the first
-        ([("TP0", 1.0, -9), ("TP1", 1.1, -9), ("api", 1.2, -9)], ("TP0", "TP1")),  # SGLang ends all at once
+        ([("TP0", 1.0, -9), ("TP1", 1.1, -9), ("api", 1.2, -9)], ()),  # SGLang ends all at once
         ([("TP0", 1.0, 0), ("TP1", 6.0, -9), ("api", 7.0, 0)], ("TP1",)),  # as one that was told to
         ([("TP0", 1.0, -15), ("TP1", 6.0, -11), ("api", 7.0, 0)], ("TP1",)),
         ([("TP0", 6.0, -9), ("api", 7.0, 0)], ()),  # TP1 was never seen
