@@ -21,7 +21,7 @@ import tempfile
 import time
 import uuid
 import xml.etree.ElementTree as ET
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import asdict, dataclass, fields
 from pathlib import Path
 
@@ -30,7 +30,17 @@ from pytest_gpuserve import procfs
 TAG = "GPUSERVE_FAULT_MATRIX"
 LIMIT = 420.0  # seconds for one run
 TP = 8
-SICK, HOLDER = "TP3", "TP4"  # of the lock that TP3 waits for under flock: a deadlock, and either may be named
+SICK, HOLDER = "TP3", "TP4"  # of the lock that TP3 waits for under flock: a deadlock
+HANG = frozenset({"hang"})
+EXPECTED: Mapping[str, tuple[frozenset[str], str]] = {
+    "sleep": (HANG, SICK),
+    "gil": (HANG, SICK),
+    "stop": (HANG, SICK),
+    "flock": (HANG, HOLDER),
+    "spin": (frozenset({"hang", "undecided", "slow"}), SICK),  # it may be slow: too short to tell, but set apart
+    "die": (frozenset({"crash"}), ""),  # who of the dead was first is told where somebody saw it
+}
+"""Verdicts, and who is blamed (nobody need be where it is empty)."""
 
 TESTS = """
 import pytest
@@ -194,8 +204,9 @@ def wrong(row: Row, seen: Seen) -> Iterator[str]:
         yield "passed tests"
     if (seen.ranks < TP or not seen.front_end) and row.fault != "die":  # the engine ends when a rank is killed
         yield "stacks"
-    if not seen.named_rank or set(seen.culprits) - {SICK, HOLDER if row.fault == "flock" else SICK}:
-        yield "culprit"
+    verdicts, culprit = EXPECTED[row.fault]
+    if seen.verdict not in verdicts or (culprit and seen.culprits != (culprit,)) or not seen.named_rank:
+        yield "verdict"
     if seen.left:
         yield "processes left"
     if not seen.named or not seen.complete:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Literal, Protocol
+from typing import Final, Literal, Protocol
 
 from ..spec import ServerSpec
 from ..vocabulary import Phase, RoleName
@@ -93,6 +93,10 @@ class PhaseRule:
     scope: Literal["rank", "server"] = "rank"
     leader: bool = False
     after: Phase | None = None
+
+
+PAGE_ASKED: Final = re.compile(rb'"(?:GET|HEAD|OPTIONS) /')
+"""Access line of a page (uvicorn and its like): somebody looks, ourselves included; no rank does anything for it."""
 
 
 @dataclass(frozen=True, slots=True)

@@ -10,7 +10,7 @@ from typing import Final
 from ..errors import EngineError, SpecError
 from ..spec import AxisValue, Scalar, ServerSpec
 from .arguments import illegal, known_axes, need_model, switch
-from .base import Launch, LogGrammar, PhaseRule, ProcessRole, Rank, ReadyProbe
+from .base import PAGE_ASKED, Launch, LogGrammar, PhaseRule, ProcessRole, Rank, ReadyProbe
 from .flags import Install, installed
 from .kernels import Kernels
 from .titles import common_role
@@ -34,7 +34,7 @@ GRAMMAR: Final = LogGrammar(
         PhaseRule(_P(rb'"POST /v1/'), "serving", scope="server", after="ready"),
         PhaseRule(_P(rb"INFO: +Shutting down"), "shutdown", scope="server"),
     ),
-    heartbeats=(_P(rb'"GET /(?:v1/models|docs|openapi\.json)[? ]'),),
+    heartbeats=(PAGE_ASKED,),
 )
 
 

@@ -10,7 +10,7 @@ from typing import Final
 from ..errors import EngineError, SpecError
 from ..spec import AxisValue, ServerSpec
 from .arguments import Arguments, illegal, jit_cache, known_axes, local_path, log_level, need_model, switch
-from .base import Launch, LogGrammar, PhaseRule, ProcessRole, Rank, ReadyProbe
+from .base import PAGE_ASKED, Launch, LogGrammar, PhaseRule, ProcessRole, Rank, ReadyProbe
 from .drafter import check_draft, check_draft_attention, check_draft_class
 from .flags import Install, installed
 from .kernels import Kernels
@@ -125,7 +125,7 @@ GRAMMAR: Final = LogGrammar(
         PhaseRule(_P(rb"Gracefully exiting\.\.\. "), "shutdown", scope="server"),
     ),
     heartbeats=(
-        _P(rb'"GET /(?:health|health_generate|ready|ping|metrics|v1/models|(?:get_)?(?:model|server)_info)[? ]'),
+        PAGE_ASKED,
         _P(rb"Health check failed\. Server couldn't get a response from detokenizer"),
     ),
     anchors=(
@@ -134,7 +134,7 @@ GRAMMAR: Final = LogGrammar(
         _P(rb"% Completed \|"),
         _P(rb"\|[^|\n]{0,200}\| *\d+/\d+ \["),
         _P(rb"INFO: +Started server"),
-        _P(rb'"GET /[hrpmvgs]'),
+        PAGE_ASKED,
     ),
 )
 

@@ -10,7 +10,7 @@ from typing import Final
 
 from ..spec import ServerSpec
 from .arguments import Arguments, known_axes, need_model
-from .base import Launch, LogGrammar, PhaseRule, ProcessRole, ReadyProbe
+from .base import PAGE_ASKED, Launch, LogGrammar, PhaseRule, ProcessRole, ReadyProbe
 from .flags import installed
 from .kernels import Kernels
 from .titles import common_role, coordinates
@@ -125,7 +125,7 @@ GRAMMAR: Final = LogGrammar(
     heartbeats=(
         _P(rb"No available (?:shared memory broadcast )?block found in \d+ second"),
         _P(rb"Waiting for \d+ (?:local, \d+ remote )?core engine proc"),
-        _P(rb'"GET /(?:health|metrics|ping|v1/models|version|load)[? ]'),
+        PAGE_ASKED,
         _P(rb"Avg prompt throughput: 0\.0 tokens/s, Avg generation throughput: 0\.0 tokens/s"),
     ),
     anchors=(
@@ -136,7 +136,7 @@ GRAMMAR: Final = LogGrammar(
         _P(rb"% Completed \|"),
         _P(rb"\|[^|\n]{0,200}\| *\d+/\d+ \["),
         _P(rb"INFO: +Application startup c"),
-        _P(rb'"GET /[hmpvl]'),
+        PAGE_ASKED,
         _P(rb"pid=\d+\)[ \t]*\n"),
     ),
 )

@@ -11,7 +11,7 @@ from pathlib import Path
 
 from ..diagnose import triage
 from ..diagnose.evidence import LogFact
-from ..engines.base import Engine, LogGrammar, Rank
+from ..engines.base import PAGE_ASKED, Engine, LogGrammar, Rank
 from ..phases.reader import RankPhase, read_log
 from ..server.readiness import end_of_log
 from ..server.record import ServerRecord
@@ -82,14 +82,14 @@ def _named(record: ServerRecord, line: str) -> bool:
 
 
 def said_more(path: Path, since: int, engine: Engine | None) -> bool:
-    """The log has lines after byte ``since`` that are no heartbeats (the watcher's own GET /metrics is one)."""
+    """The log has lines after byte ``since`` that are no heartbeats (access lines of pages that we ask for are)."""
     try:
         with path.open("rb") as log:
             log.seek(since)
             lines = log.read(1 << 20).splitlines()
     except OSError:
         return True
-    beats = engine.grammar.heartbeats if engine else ()
+    beats = (PAGE_ASKED, *(engine.grammar.heartbeats if engine else ()))
     return any(line.strip() and not any(beat.search(line) for beat in beats) for line in lines)
 
 

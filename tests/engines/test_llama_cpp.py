@@ -129,4 +129,4 @@ def test_a_real_log() -> None:
     assert list(log.ranks()) == ["TP0"]
     phases = [phase for phase, _, _ in log.ranks()["TP0"].history] + [log.ranks()["TP0"].phase]
     assert phases == ["spawn", "weight_load", "kv_cache", "warmup", "ready", "serving", "shutdown"]
-    assert log.heartbeats == 1
+    assert log.heartbeats == 3

@@ -71,6 +71,10 @@ def run(project, template: str, *arguments: str, kinds: tuple[str, ...] = KINDS)
     return result
 
 
+BLAMED = {"sleep": "TP3", "gil": "TP3", "stop": "TP3", "flock": "TP4"}
+"""Whose fault it is, told in any time; TP4 holds the lock that TP3 waits for. One that spins may be slow."""
+
+
 def properties(case: Any) -> dict[str, str]:
     return {entry.get("name"): entry.get("value") for entry in case.iter("property")}
 
@@ -91,6 +95,8 @@ def check_incident(case: Any, kind: str, phase: str) -> dict[str, Any]:
     apart = [entry for entry in incident["classes"] if "TP3" in entry["ranks"]]
     assert [entry["ranks"] for entry in apart] == [["TP3"]], incident["text"]
     assert "TP3" in incident["text"]
+    if kind in BLAMED:
+        assert (incident["verdict"], incident["culprits"]) == ("hang", [BLAMED[kind]]), incident["text"]
     return incident
 
 

@@ -85,6 +85,15 @@ def test_heartbeats_are_nothing_that_the_log_says(tmp_path: Path, line: bytes, m
     assert logs.said_more(log, size, get_engine("sglang")) is more
 
 
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "llama_cpp", "sim", "command"])
+@pytest.mark.parametrize("page", ["/", "/health", "/v1/models", "/metrics", "/anything?a=1"])
+def test_pages_that_we_ask_for_are_no_progress(tmp_path: Path, engine: str, page: str) -> None:
+    """Else our own question makes a hang look like a server that moves: no culprit, "too short to tell"."""
+    log = tmp_path / "server.log"
+    log.write_bytes(b'INFO:     127.0.0.1:4 - "GET %s HTTP/1.1" 404 Not Found\n' % page.encode())
+    assert not logs.said_more(log, 0, get_engine(engine))
+
+
 @pytest.mark.parametrize(
     ("line", "verdict"),
     [
