@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
+import threading
 import time
 from collections.abc import Iterator, Mapping
 from pathlib import Path
@@ -11,8 +13,11 @@ from typing import Any
 
 import pytest
 
-from ..procfs import process_id
+from ..procfs import ProcessId, process_id
 from .state import State
+
+_LOOK = 0.2
+"""Seconds between two looks for servers that a worker has started since."""
 
 
 class Controller:
@@ -21,6 +26,7 @@ class Controller:
     def __init__(self, state: State) -> None:
         self._state = state
         self._began = time.time()
+        self._over = threading.Event()
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_configure_node(self, node: Any) -> None:
@@ -33,6 +39,24 @@ class Controller:
             "place": here(),
             "session_deadline": None if deadline is None else time.time() + deadline - time.monotonic(),
         }
+
+    def pytest_keyboard_interrupt(self) -> None:
+        """Have the workers' servers stopped now: they would end with this process, and xdist keeps it for as long as
+        the workers need to end, up to ten seconds. Waits for nothing."""
+        if (me := process_id(os.getpid())) is not None:
+            threading.Thread(target=self._stop_servers, args=(me,), name="gpuserve-interrupted", daemon=True).start()
+
+    def pytest_unconfigure(self) -> None:
+        self._over.set()
+
+    def _stop_servers(self, me: ProcessId) -> None:
+        from ..server.owned import stop_servers_of
+
+        told: set[Path] = set()
+        while not self._over.is_set():
+            with contextlib.suppress(Exception):  # whatever it is, the supervisors end the servers when we are gone
+                stop_servers_of(me, told)
+            self._over.wait(_LOOK)
 
     @pytest.hookimpl(optionalhook=True)
     def pytest_testnodedown(self, node: Any) -> None:

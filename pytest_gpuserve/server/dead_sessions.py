@@ -50,6 +50,20 @@ def look(root: Path) -> tuple[list[Session], list[Session]]:
     return found, [session for session in found if not session.elsewhere and session.swept is None]
 
 
+def living(root: Path) -> Iterator[Path]:
+    """Directories of sessions whose process lives, here."""
+    place = here()
+    with contextlib.suppress(OSError), os.scandir(root / "sessions") as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError, ValueError):
+                name, path = _NAME.fullmatch(entry.name), Path(entry.path)
+                ours = name is not None and own(entry.stat(follow_symlinks=False), stat.S_ISDIR)
+                if name is None or not ours or not procfs.same(ProcessId(int(name[1]), int(name[2]))):
+                    continue
+                if own(os.lstat(path / MARKER), stat.S_ISREG) and json.loads((path / MARKER).read_bytes()) == place:
+                    yield path
+
+
 def _session(entry: os.DirEntry[str], place: Mapping[str, object]) -> Session | None:
     """None: it is no session of ours, or it lives."""
     name = _NAME.fullmatch(entry.name)

@@ -36,12 +36,17 @@ def state_root() -> Path:
         if problem := _claim(path):
             raise GpuserveError(f"{STATE_VARIABLE}={chosen} cannot be used: {problem}. Set it to a directory of yours.")
         return path
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     problem = "there is no home directory"
-    for path in (Path(home).expanduser() / "gpuserve", Path(tempfile.gettempdir()) / f"gpuserve-{os.getuid()}"):
+    for path in _places():
         if path.is_absolute() and (problem := _claim(path)) is None:
             return path
     raise GpuserveError(f"no directory for logs and sockets: {problem}. Set {STATE_VARIABLE} to a directory of yours.")
+
+
+def state_exists() -> bool:
+    """Whether there is a state directory already: for those who only look."""
+    chosen = os.environ.get(STATE_VARIABLE)
+    return any(path.is_dir() for path in ((Path(chosen).expanduser(),) if chosen else _places()))
 
 
 def session_directory() -> Path:
@@ -80,6 +85,12 @@ def server_directory(parent: Path, spec: ServerSpec) -> Path:
             number += 1
         else:
             return path
+
+
+def _places() -> tuple[Path, Path]:
+    """Where the state directory is when nobody says: the first that can be used."""
+    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
+    return Path(home).expanduser() / "gpuserve", Path(tempfile.gettempdir()) / f"gpuserve-{os.getuid()}"
 
 
 def _claim(path: Path) -> str | None:

@@ -2,7 +2,8 @@
 
 A process of its own, so that it works when pytest is wedged. Every second or so it looks at each server under the
 session's directory, new ones included; one that is hung it hands to its supervisor, which runs the incident and ends
-the server unless the incident spares it. It ends with its owner, or on SIGTERM.
+the server unless the incident spares it. It ends with its owner, on SIGTERM, or when the run was
+interrupted (``server/owned.py``).
 
 Configuration, a JSON object: ``owner`` [pid, start]; ``incident``, an argv in which ``{server}``, ``{reason}`` and
 ``{after}`` are filled in; ``limit``, ``spare`` and ``kill`` of the alarm; ``interval``, ``budgets``, ``cache``,
@@ -28,6 +29,7 @@ from typing import Any
 from .. import procfs
 from ..errors import GpuserveError
 from ..procfs import ProcessId
+from ..server.owned import INTERRUPTED
 from ..server.record import boot_id, load
 from .budgets import Budgets
 from .proc_tree import ProcessTable
@@ -76,7 +78,8 @@ class Config:
 
 @dataclass
 class Watcher:
-    """Looks at every server of a session. ``run`` returns when the owner is gone or SIGTERM came."""
+    """Looks at every server of a session. ``run`` returns when the owner is gone, on SIGTERM, or when the run was
+    interrupted."""
 
     session: Path
     config: Config
@@ -109,7 +112,7 @@ class Watcher:
                 self.tick()
                 if pidfd in self._wait(poll, time.monotonic() + self._pause(begin), told):
                     break
-                if not self.session.is_dir():
+                if not self.session.is_dir() or (self.session / INTERRUPTED).exists():
                     break
         finally:
             for name in list(self.servers):
