@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import unicodedata
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    import json
 
 _INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\u2800") | {chr(n) for n in range(0xFE00, 0xFE10)}
 """Characters of visible categories that nothing is seen of (fillers, joiners, variation selectors)."""
@@ -23,6 +27,30 @@ def escape(text: str, width: int | None = None) -> str:
 def one_line(text: str, width: int | None = None) -> str:
     """:func:`escape` for where a line feed would break the layout: line feeds and tabs become spaces."""
     return escape(" ".join(text.split()), width)
+
+
+def foreign_json(data: str | bytes) -> Any:
+    """A JSON value that anybody may have written, read as :func:`foreign_decoder` does.
+
+    Raises:
+        ValueError: no JSON.
+        RecursionError: nested too deeply.
+    """
+    return foreign_decoder().decode(data if isinstance(data, str) else data.decode())
+
+
+def foreign_decoder() -> json.JSONDecoder:
+    """A number that no counter can hold (10**400, NaN) is null."""
+    import json
+
+    def whole(digits: str) -> int | None:
+        return int(digits) if len(digits) <= 30 else None
+
+    def real(digits: str) -> float | None:
+        value = float(digits)
+        return value if abs(value) < 1e30 else None
+
+    return json.JSONDecoder(parse_int=whole, parse_float=real, parse_constant=lambda _: None)
 
 
 def _shown(character: str) -> str:

@@ -6,9 +6,11 @@ import argparse
 import sys
 from collections.abc import Sequence
 from importlib import import_module
+from typing import NoReturn
 
 from .. import __version__
 from ..errors import GpuserveError
+from ..text import escape
 
 COMMANDS: dict[str, str] = {
     "run": "start any server command, show how far it is, and watch it: a hang is dumped and named",
@@ -24,10 +26,17 @@ COMMANDS: dict[str, str] = {
 """Subcommand and its line of help; the module of the same name beside this one does the work."""
 
 
+class Parser(argparse.ArgumentParser):
+    """Its errors repeat what was typed, or came from a file's name: nothing of it is obeyed by the terminal."""
+
+    def error(self, message: str) -> NoReturn:
+        super().error(escape(message))
+
+
 def main(argv: Sequence[str] | None = None) -> int:
     """Entry point of the console script. Returns the exit code; 2 is a usage error."""
     argv = sys.argv[1:] if argv is None else list(argv)
-    parser = argparse.ArgumentParser(prog="gpuserve", description="Test, watch and diagnose GPU inference servers.")
+    parser = Parser(prog="gpuserve", description="Test, watch and diagnose GPU inference servers.")
     parser.add_argument("--version", action="version", version=__version__)
     commands = parser.add_subparsers(dest="command", metavar="COMMAND", required=True)
     wanted = next((word for word in argv if word in COMMANDS), None)
@@ -41,7 +50,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(arguments.run(arguments))
     except GpuserveError as error:
-        print(f"gpuserve: {error}", file=sys.stderr)
+        print(f"gpuserve: {escape(str(error))}", file=sys.stderr)
         return 2
     except BrokenPipeError:
         return 141

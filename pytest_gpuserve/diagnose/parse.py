@@ -13,6 +13,7 @@ from typing import Any, get_args
 
 from ..engines.base import ProcessRole
 from ..procfs import ProcessId
+from ..text import foreign_decoder
 from ..vocabulary import RoleName
 from . import dump_text
 from .model import Dumper, Frame, ProcessDump, ThreadStack
@@ -140,7 +141,7 @@ def to_json(dump: ProcessDump, raw: object = None) -> dict[str, Any]:
 
 def _split_json(text: str) -> Iterator[object]:
     """Text between JSON values as str, the values themselves as dict or list; values begin at the start of a line."""
-    decoder = json.JSONDecoder()
+    decoder = foreign_decoder()
     position = begin = 0
     for found in re.finditer(r"^[ \t]{0,3}([\[{])(?=[\s\"{\]])", text, re.MULTILINE):
         if found.start() < position:

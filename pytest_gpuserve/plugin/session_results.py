@@ -26,15 +26,17 @@ class SessionResults(Results):
         super().__init__(self._put, self._end)
         self._state = state
         self._waiting: list[dict[str, Any]] = []
+        self._begun = False
         self._log: ResultsLog | None = None
 
     def begin(self) -> None:
         """A server is about to be started."""
-        if self._log is None:
+        if not self._begun:
+            self._begun = True
             self._log = open_log(self._state)
-            for entry in self._waiting:
+            waiting, self._waiting = self._waiting, []
+            for entry in waiting:
                 self._put(entry)
-            self._waiting.clear()
 
     def pytest_runtest_logstart(self, nodeid: str) -> None:
         if self._log is not None:  # of a pytest that is killed, the last such line says in which test
@@ -43,7 +45,7 @@ class SessionResults(Results):
     def _put(self, entry: dict[str, Any]) -> None:
         if self._log is not None:
             self._log.put(entry)
-        else:
+        elif not self._begun:  # else it cannot be written, which was said
             self._waiting.append(entry)
 
     def _end(self) -> None:

@@ -6,18 +6,16 @@ out of the bundle, and names are only ever looked up, never opened as paths (dir
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 import zipfile
-import zlib
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
 from ..errors import GpuserveError
-from ..text import one_line
+from ..text import foreign_json, one_line
 from .bundle import NAME, named_like_one
 from .files import MARKER
 
@@ -140,7 +138,9 @@ class Zip:
         try:
             with self._zip.open(entry) as file:
                 return file.read(limit)
-        except (zipfile.BadZipFile, zlib.error, NotImplementedError, RuntimeError, EOFError, ValueError) as error:
+        except OSError:
+            raise
+        except Exception as error:  # every decompressor has errors of its own
             raise OSError(f"{one_line(name)} cannot be unpacked: {one_line(str(error))}") from None
 
 
@@ -177,7 +177,7 @@ class Bundle:
         if name in self._instead:
             return self._instead[name]
         try:
-            found = json.loads(self.text(name) or "")
+            found = foreign_json(self.text(name) or "")
         except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}

@@ -9,7 +9,8 @@ from ..text import escape, one_line
 
 
 def code(lines: Sequence[str], language: str = "text") -> list[str]:
-    """Lines in a fence longer than any run of backquotes inside."""
+    """Foreign lines in a fence longer than any run of backquotes inside."""
+    lines = [escape(line) for line in lines]
     longest = max((len(run) for line in lines for run in re.findall("`+", line)), default=0)
     fence = "`" * max(3, longest + 1)
     return [f"{fence}{language}", *lines, fence]

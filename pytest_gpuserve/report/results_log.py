@@ -22,7 +22,8 @@ SCHEMA: Final = "gpuserve.results/1"
 MOST: Final = 8 << 20
 """Bytes after which a new session begins a new file; the last one stays beside it as ``results.1.jsonl``."""
 
-_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC
+_FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK
+"""Never waits: in the place of the file there may be a pipe that nobody reads."""
 
 
 class ResultsLog:

@@ -215,3 +215,31 @@ def test_a_killed_pytest_leaves_its_results_and_says_in_which_test(project: Any)
     last = {line["nodeid"].rpartition("::")[2]: line["outcome"] for line in lines}
     assert last == {"test_one": "passed", "test_stays": "running"}
     project.assert_nothing_left()
+
+
+@pytest.mark.parametrize("what", ["file", "pipe", "link"])
+def test_results_that_cannot_be_written_cost_no_test(project, what):
+    """A test that ended before the first server once made an endless loop of it."""
+    artifacts = project.path / "artifacts"
+    if what == "file":
+        artifacts.write_text("")
+    else:
+        artifacts.mkdir()
+        where = artifacts / "results.jsonl"
+        os.mkfifo(where) if what == "pipe" else where.symlink_to(project.path / "elsewhere")
+    project.write(
+        test_it="""
+        import pytest
+
+        def test_plain():
+            pass
+
+        @pytest.mark.gpuserve(engine="sim", tp=1)
+        def test_served(server):
+            assert server.get("/health").status_code == 200
+        """
+    )
+    result = project.run(f"--gpuserve-artifacts={artifacts}", "-p", "no:randomly", timeout=60)
+    result.assert_outcomes(passed=2)
+    assert "results.jsonl cannot be written" in result.stdout.str()
+    assert not (project.path / "elsewhere").exists()

@@ -242,6 +242,18 @@ def test_a_nul_in_a_name_is_seen_in_the_file_itself(tmp_path: Path) -> None:
     assert "a NUL in its name" in Zip(path).odd.values()
 
 
+def test_what_no_decompressor_takes_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    """Each has errors of its own, LZMA's are no subclass of any."""
+    path = tmp_path / "x.zip"
+    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
+        archive.writestr("b/log.txt", "x" * 5000)
+    raw = path.read_bytes()
+    at = raw.index(b"log.txt") + len("log.txt") + 9
+    path.write_bytes(raw[:at] + b"\xff" * 8 + raw[at + 8 :])
+    with pytest.raises(OSError, match="cannot be unpacked"):
+        Zip(path).read("b/log.txt")
+
+
 def test_no_zip_at_all(tmp_path: Path) -> None:
     for data in (b"", b"PK\x03\x04", b"PK\x05\x06" + bytes(18), os.urandom(100)):
         (tmp_path / "x.zip").write_bytes(data)
@@ -250,11 +262,18 @@ def test_no_zip_at_all(tmp_path: Path) -> None:
 
 
 @settings(max_examples=80, deadline=None)
-@given(st.binary(max_size=60), st.integers(0, 900), st.integers(1, 60))
-def test_a_damaged_zip_never_raises_anything_else(tmp_path_factory: Any, noise: bytes, at: int, size: int) -> None:
+@given(
+    st.sampled_from([zipfile.ZIP_DEFLATED, zipfile.ZIP_BZIP2, zipfile.ZIP_LZMA]),
+    st.binary(max_size=60),
+    st.integers(0, 900),
+    st.integers(1, 60),
+)
+def test_a_damaged_zip_never_raises_anything_else(
+    tmp_path_factory: Any, method: int, noise: bytes, at: int, size: int
+) -> None:
     place = tmp_path_factory.getbasetemp() / "fuzz.zip"
     data = io.BytesIO()
-    with zipfile.ZipFile(data, "w", zipfile.ZIP_DEFLATED) as archive:
+    with zipfile.ZipFile(data, "w", method) as archive:
         archive.writestr("b/incident.json", json.dumps({"ranks": {}, "text": "x" * 300}))
         archive.writestr("b/bundle.json", json.dumps({"files": {}}))
         archive.writestr("b/timeline.jsonl", '{"t": 1}\n' * 50)

@@ -6,7 +6,6 @@ of what stands in a file.
 
 from __future__ import annotations
 
-import json
 import os
 import stat
 from collections.abc import Iterator, Mapping, Sequence
@@ -15,6 +14,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ...text import foreign_json
 from ..bundle_reader import MOST_BYTES, Bundle
 
 JSON_BYTES: Final = 16 << 20
@@ -128,7 +128,7 @@ class Packed(Folder):
 def parsed(data: bytes) -> Any:
     """A JSON value; None for what is none."""
     try:
-        return json.loads(data)
+        return foreign_json(data)
     except (ValueError, RecursionError):
         return None
 
