@@ -44,7 +44,7 @@ class CellResult:
         id: of the cell; equal for several runs of it.
         values: axis to value name.
         verdict: of :data:`pytest_gpuserve.vocabulary.Verdict`, or ``pass``, ``skip``, ``not_run``.
-        phase: where it failed.
+        phase: where it failed; None with the verdict ``config``: nothing ran as this cell asks for.
         signature: what makes two failures the same fault; None: verdict and phase.
         figures: accept_rate (0..1), throughput (tokens/s), where measured.
         reason: why it was skipped.
@@ -64,7 +64,12 @@ class CellResult:
 
     @property
     def failed(self) -> bool:
-        return not self.passed and self.verdict not in NOT_THE_CELL
+        return not self.passed and self.verdict not in NOT_THE_CELL and not self.refused
+
+    @property
+    def refused(self) -> bool:
+        """It was not launched, or not as it was asked for: its error says why, and no other cell proves anything."""
+        return self.verdict == "config" and self.phase is None
 
     @property
     def fault(self) -> str:
@@ -190,7 +195,7 @@ def conclude(results: Iterable[CellResult], base: Values | None = None) -> Concl
         statements.append(Statement("none", f"No cell ran, so nothing is known ({_lost(runs)})."))
     faults = list(dict.fromkeys(run.fault for run in runs if run.failed))
     for fault in faults:
-        statements.append(_explain(fault, counted, axes, base))
+        statements.append(_explain(fault, counted, axes, base, [run.values for run in runs if run.refused]))
     if counted and not faults:
         lost = f"; {_lost(runs)}" if len(counted) < len(runs) else ""
         statements.append(Statement("passes", f"All {plural(_cells(counted), 'cell')} pass{lost}."))
@@ -229,14 +234,20 @@ def _evidence(fault: str, runs: Sequence[CellResult]) -> dict[str, Evidence]:
     return cells
 
 
-def _explain(fault: str, runs: Sequence[CellResult], axes: Mapping[str, Sequence[str]], base: Values) -> Statement:
+def _explain(
+    fault: str,
+    runs: Sequence[CellResult],
+    axes: Mapping[str, Sequence[str]],
+    base: Values,
+    refused: Sequence[Values],
+) -> Statement:
     cells = _evidence(fault, runs)
     posterior = infer(list(cells.values()), axes)
     best = posterior.best
     failed = [cell for cell in cells.values() if cell.failed]
     if len(failed) == 1 and failed[0].failed < ENOUGH:
         best = replace(best, probability=min(best.probability, SURE - 0.01))
-    mute = [run.values for run in runs if run.id not in cells]
+    mute = [*refused, *(run.values for run in runs if run.id not in cells)]
     failing = tuple(id for id, cell in cells.items() if cell.failed)
     common: dict[str, Any] = {"fault": fault, "cells": failing, "confidence": best.probability, "rate": best.rate}
     if best.probability < LIKELY:

@@ -7,14 +7,15 @@ import time
 from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NoReturn
 
 import pytest
 
 from ..engines import uses_gpus
+from ..errors import GpuserveError, ServerError, SpecError
 from ..gpu import Gpu, Reading, query, visible
 from .marks import capabilities
-from .state import PROBLEM, WANTED, State, uses_pool
+from .state import ERROR, PROBLEM, WANTED, State, uses_pool
 
 if TYPE_CHECKING:
     from ..isolation.matrix import Cell
@@ -29,18 +30,25 @@ def check(item: pytest.Item, state: State) -> None:
     if settings.action == "skip" and uses_pool(item):
         pytest.skip("needs a server, and --gpuserve=skip starts none")
     if problem := item.stash.get(PROBLEM, None):
-        pytest.fail(problem, pytrace=False)
+        _refuse(item, SpecError(problem))
     wanted = item.stash.get(WANTED, None)
     if wanted is None:
         return
     if problem := missing_model(wanted.spec):
-        pytest.fail(problem, pytrace=False)
+        _refuse(item, SpecError(problem))
     if settings.session_deadline is not None and time.monotonic() >= settings.session_deadline:
-        pytest.fail("not run: the session's deadline (--gpuserve-session-deadline) has passed.", pytrace=False)
+        _refuse(item, ServerError("not run: the session's deadline (--gpuserve-session-deadline) has passed."))
     if reason := missing_gpus(item, wanted.spec):
         if settings.strict_arch:
-            pytest.fail(f"{reason} (failed, not skipped, because of --gpuserve-strict-arch)", pytrace=False)
+            text = f"{reason} (failed, not skipped, because of --gpuserve-strict-arch)"
+            _refuse(item, ServerError(text, verdict="infra"))
         pytest.skip(reason)
+
+
+def _refuse(item: pytest.Item, error: GpuserveError) -> NoReturn:
+    """Fail the set-up, and have its report say of what kind the failure is: the test itself was never run."""
+    item.stash[ERROR] = error
+    pytest.fail(str(error), pytrace=False)
 
 
 def skip_excluded(item: pytest.Item, cell: Cell) -> None:

@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 import pytest
 
 from ..isolation.matrix import Cell
+from .outcome import passed_unexpectedly
 from .state import WANTED, State
 
 if TYPE_CHECKING:
@@ -95,8 +96,8 @@ class Conclusions:
         attempt, properties = run.attempts[-1], dict(report.user_properties)
         expected = hasattr(report, "wasxfail")
         if report.outcome in ("failed", "rerun") or (report.skipped and expected):
-            if report.outcome == "failed" and "XPASS" in str(report.longrepr):
-                return  # it passed, which was not expected: the cell is well
+            if passed_unexpectedly(report):
+                return  # the cell is well
             attempt.outcome = "failed"
             crashed = report.when not in ("setup", "call", "teardown")
             attempt.verdict = str(properties.get("gpuserve_verdict") or ("infra" if crashed else "test"))

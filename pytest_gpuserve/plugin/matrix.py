@@ -72,14 +72,14 @@ def expand(node: Node, state: State) -> list[Variant]:
     for cell in cells(matrix.axes, matrix.exclude, matrix.coverage, matrix.limit, context=context, source=source):
         wanted = build(node.config, state.settings, *layers, cell.layer(), source=source, check=False)
         variants.setdefault(wanted.spec.key, (cell, wanted))
-    problems = {key: axis_problem(wanted.spec) for key, (_, wanted) in variants.items()}
+    problems = {key: axis_problem(wanted.spec, state.settings, source) for key, (_, wanted) in variants.items()}
     accepted = {
         pair for key, (_, wanted) in variants.items() if problems[key] is None for pair in _names(wanted.spec.axes)
     }
     for problem in problems.values():
         # another engine of this matrix takes that value: a cell that cannot exist, not a slip of the pen
         if problem is not None and (problem.axis, problem.value) not in accepted:
-            raise SpecError(f"{source}: {problem.text}")
+            raise SpecError(f"{problem.source}: {problem.text}")
     ids = _ids(variants)
     return [
         Variant(cell, ids[key], problems[key].text if problems[key] else None)  # type: ignore[union-attr]

@@ -81,7 +81,8 @@ class Outcome:
 
             attach(self._item.config, report, written)
         degraded = dict(self._item.user_properties).get("gpuserve_verdict") == "degraded"  # another would be no better
-        if self._pool is not None and report.failed and report.when != "teardown" and not degraded:
+        suspect = report.failed and not passed_unexpectedly(report)
+        if self._pool is not None and suspect and report.when != "teardown" and not degraded:
             self._pool.failed(spared=any(found.spared for _, found in self._findings))
         return report
 
@@ -126,10 +127,13 @@ class Outcome:
 
     def _set_properties(self) -> None:
         values: dict[str, str] = {}
-        error = self._call.excinfo.value if self._call.excinfo is not None else None
-        error = self._item.stash.get(ERROR, None) if not isinstance(error, ServerError) else error
-        if isinstance(error, ServerError) and self._call.excinfo is not None:
+        raised = self._call.excinfo.value if self._call.excinfo is not None else None
+        ours = ServerError if self._call.when != "setup" else GpuserveError
+        error = raised if raised is None or isinstance(raised, ours) else self._item.stash.get(ERROR, None)
+        if isinstance(error, ServerError):
             values = {"gpuserve_verdict": error.verdict, "gpuserve_incident": error.incident or ""}
+        elif isinstance(error, GpuserveError):  # there can be no such server: nothing was launched
+            values = {"gpuserve_verdict": "config", "gpuserve_incident": ""}
         for _, found in self._findings:
             if found.exit_code is not None and not values:
                 values = {"gpuserve_verdict": "crash", "gpuserve_incident": ""}
@@ -146,6 +150,11 @@ class Outcome:
 
     def _timeout(self) -> float | None:
         return self._state.clock.timeout_of(self._item)
+
+
+def passed_unexpectedly(report: pytest.TestReport) -> bool:
+    """True for a failure that only says that the test passed (``xfail``, strict): nothing is wrong with its server."""
+    return isinstance(report.longrepr, str) and report.longrepr.startswith("[XPASS(strict)]")
 
 
 def _headline(found: Finding, timeout: float | None) -> str:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
-from ..errors import SpecError
+from ..errors import EngineError, SpecError
 from ..spec import AXES, ServerSpec, merge
 from .named import named
 from .options import LIMITS, Settings, seconds
@@ -50,11 +50,12 @@ class Wanted:
 
 @dataclass(frozen=True, slots=True)
 class AxisProblem:
-    """An axis, or a value of it, that the engine does not have."""
+    """An axis, or a value of it, that the engine does not have. ``source``: who asked for it."""
 
     axis: str
     value: str
     text: str
+    source: str
 
 
 def marks(node: Node, name: str) -> Iterator[pytest.Mark]:
@@ -125,10 +126,8 @@ def build(
     except SpecError:
         ServerSpec.from_mapping(values, source=_blamed(given, source))
         raise
-    if check and (problem := axis_problem(spec)):
-        axes = given[-1].get("axes")
-        overridden = isinstance(axes, Mapping) and problem.axis in axes
-        raise SpecError(f"{OVERRIDE if overridden else source}: {problem.text}")
+    if check and (problem := axis_problem(spec, settings, source)):
+        raise SpecError(f"{problem.source}: {problem.text}")
     return Wanted(spec, asker if fresh else "", **limits, expect=_expectations(expect, source) if expect else ())
 
 
@@ -142,25 +141,33 @@ def _blamed(layers: list[dict[str, object]], source: str) -> str:
     return OVERRIDE
 
 
-def axis_problem(spec: ServerSpec) -> AxisProblem | None:
-    """The first axis or value of a spec that its engine does not have.
+def axis_problem(spec: ServerSpec, settings: Settings, source: str) -> AxisProblem | None:
+    """The first axis or value of a spec that its engine does not have; ``source`` or ``--gpuserve-set`` asked for it.
 
     Raises:
         EngineError: there is no such engine.
     """
     from ..engines import get_engine
 
-    known = get_engine(spec.engine).axes
+    override = _normal(settings.override, OVERRIDE)
+    try:
+        known = get_engine(spec.engine).axes
+    except EngineError as error:
+        if "engine" in override:
+            raise EngineError(f"{OVERRIDE}: {error}") from None
+        raise
+    overridden = override.get("axes")
     for axis, value in spec.axes:
+        by = OVERRIDE if isinstance(overridden, Mapping) and axis in overridden else source
         if axis not in known:
             text = (
                 f"engine {spec.engine!r} has no axis {axis!r}. Its axes: {', '.join(sorted(known)) or 'none'}; "
                 f"for a flag of the engine itself use args=, for a variable env=."
             )
-            return AxisProblem(axis, value.name, text)
+            return AxisProblem(axis, value.name, text, by)
         if known[axis] and value.name not in known[axis]:
             text = f"engine {spec.engine!r} has no {axis} {value.name!r}. Values: {', '.join(sorted(known[axis]))}."
-            return AxisProblem(axis, value.name, text)
+            return AxisProblem(axis, value.name, text, by)
     return None
 
 

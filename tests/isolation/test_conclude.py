@@ -54,6 +54,21 @@ def test_one_axis() -> None:
     assert statement.confidence >= SURE
 
 
+def test_a_cell_that_is_refused_before_its_launch_proves_nothing() -> None:
+    """Mutation: ``refused`` is always false. A configuration that an engine dies of is evidence."""
+
+    def seen(values: Values) -> Outcome:
+        if values["spec_decode"] == "eagle3":
+            return ("config", None)
+        return HANG if values["cuda_graph"] == "on" else None
+
+    said = run(seen)
+    assert only(said).startswith("hang in cuda_graph: fails in 2 of 2 cells with cuda_graph=on")
+    assert all(cell.get("spec_decode") != "eagle3" for cell in said.statements[0].decide)
+    (statement,) = run(lambda v: ("config", "spawn") if v["cuda_graph"] == "on" else None).statements
+    assert statement.axes == ("cuda_graph",)
+
+
 def test_interaction() -> None:
     four = {**AXES, "overlap": ("on", "off")}
     said = run(

@@ -119,9 +119,19 @@ def test_expected_failures_are_failures_and_unexpected_passes_passes(session: An
     _run(session, "t::test_a[on]", "skipped", wasxfail="known")
     report = _report("t::test_a[off]", "call", "failed")
     report.longrepr = "[XPASS(strict)] known"
+    _run(session, "t::test_b[off]")
     session.found.pytest_runtest_logreport(_report("t::test_a[off]", "setup"))
     session.found.pytest_runtest_logreport(report)
     assert _cells(session) == [("sim-on", "test", "serving"), ("sim-off", "ready", None)]
+
+
+def test_a_failure_that_talks_of_unexpected_passes_is_one(session: Any) -> None:
+    """Mutation: ``"XPASS" in str(longrepr)``."""
+    report = _report("t::test_a[on]", "call", "failed")
+    report.longrepr = "E  AssertionError: no XPASS here: [XPASS(strict)]"
+    session.found.pytest_runtest_logreport(_report("t::test_a[on]", "setup"))
+    session.found.pytest_runtest_logreport(report)
+    assert _cells(session) == [("sim-on", "test", "serving")]
 
 
 def test_a_dead_worker_says_nothing_of_the_cell(session: Any) -> None:

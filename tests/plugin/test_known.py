@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 from typing import Any
 
 import pytest
@@ -58,6 +59,58 @@ def test_another_verdict_than_the_known_one_is_news(run: Any) -> None:
         ["*is a known failure with verdict hang (hangs in capture*), but failed with verdict test.*"]
     )
     run(KNOWN + 'verdict = "test"').assert_outcomes(passed=4, xfailed=1)
+
+
+@pytest.mark.parametrize(
+    ("options", "verdict"),
+    [((), "config"), (("--gpuserve-session-deadline=0.000001",), "undecided")],
+)
+def test_a_test_that_was_never_run_has_a_verdict(
+    project: Any, no_servers: str, options: tuple[str, ...], verdict: str
+) -> None:
+    """Mutation: checks._refuse keeps nothing in the stash."""
+    model = "/nowhere" if verdict == "config" else "m"
+    project.write(
+        conftest=no_servers,
+        test_it=f"from pytest import mark\n@mark.gpuserve(engine='toy', model='{model}')\ndef test_it(server): pass",
+    )
+    text = f'[[failure]]\ncell = {{ model = "{model}" }}\nverdict = "{verdict}"\nreason = "known"'
+    (project.path / "known.toml").write_text(text)
+    project.here("--gpuserve-known-failures=known.toml", *options).assert_outcomes(xfailed=1)
+
+
+CELLS = """
+from pytest import mark
+
+@mark.gpuserve(engine="sim", args={"shards": 1, "quiet": True})
+@mark.gpuserve_matrix(axes={"spec_decode": ["base", {"eagle3": {"num_stepz": 1}}, "ngram"]})
+class TestCells:
+    def test_first(self, server): pass
+    def test_second(self, server): pass
+"""
+
+
+def test_a_fixed_cell_keeps_its_server_and_a_cell_that_is_refused_is_config(project: Any) -> None:
+    """Mutations: Outcome.apply retires for any failure; _set_properties knows ServerError only; CellResult.refused."""
+    project.write(test_it=CELLS)
+    entries = [("base", "hang"), ("eagle3", "config")]
+    (project.path / "known.toml").write_text(
+        "".join(
+            f'[[failure]]\ncell = {{ spec_decode = "{value}" }}\nverdict = "{verdict}"\nreason = "known"\n'
+            for value, verdict in entries
+        )
+    )
+    result = project.run("--gpuserve-known-failures=known.toml")
+    result.assert_outcomes(passed=2, failed=2, xfailed=2)
+    result.stdout.fnmatch_lines(["[*] All 2 cells pass; 1 config."])
+    result.stdout.fnmatch_lines(["2 server starts for *, reused 2 times"])
+    result.stdout.no_fnmatch_line("*not used again*")
+    raw = json.loads((project.path / "gpuserve-artifacts" / "matrix.json").read_text())
+    assert [(cell["verdict"], cell["phase"]) for cell in raw["cells"]] == [
+        ("ready", None),
+        ("config", None),
+        ("ready", None),
+    ]
 
 
 @pytest.mark.parametrize(

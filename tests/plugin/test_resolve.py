@@ -297,6 +297,16 @@ def test_set_collapses_cells_that_become_equal(collect):
     assert all("cuda_graph_off" in name for name in items)
 
 
+@pytest.mark.parametrize("mark", ["", '@mark.gpuserve_matrix(axes={"cuda_graph": ["on", "off"]})\n'])
+@pytest.mark.parametrize("wrong", ["cuda_graph=bogus", "axes.homemade=1", "engine=bogus"])
+def test_what_set_gets_wrong_is_no_fault_of_a_mark(collect, mark, wrong):
+    """Mutation: ``axis_problem`` always names ``source``."""
+    (item,) = collect(
+        f"{mark}@mark.gpuserve(engine='toy')\ndef test_it(server): pass", "--gpuserve-set", wrong
+    ).values()
+    assert item.stash[PROBLEM].startswith("--gpuserve-set: ")
+
+
 def test_models_are_told_apart_in_ids(collect):
     items = collect("""
         @mark.gpuserve(engine="toy")
