@@ -158,8 +158,11 @@ class ServerSpec:
         return found if self.uses_gpus is None else {**found, "uses_gpus": self.uses_gpus}
 
     @classmethod
-    def from_mapping(cls, values: Mapping[str, object], *, source: str = "the gpuserve mark") -> ServerSpec:
-        """Build a spec from what a mark, a named spec or JSON says; ``source`` is named in errors.
+    def from_mapping(
+        cls, values: Mapping[str, object], *, source: str = "the gpuserve mark", beside: Sequence[str] = ()
+    ) -> ServerSpec:
+        """Build a spec from what a mark, a named spec or JSON says; ``source`` is named in errors, and so is what it
+        may say ``beside`` a spec's own keys (taken out of ``values`` already).
 
         Raises:
             SpecError: an unknown key, a wrong type, or no engine.
@@ -177,10 +180,12 @@ class ServerSpec:
         if unknown := sorted(set(values) - set(SPEC_KEYS)):
             raise SpecError(
                 f"{source}: unknown option {', '.join(map(repr, unknown))}. "
-                f"Known: {', '.join(k for k in SPEC_KEYS)}; axes: {', '.join(AXES)}."
+                f"Known: {', '.join((*SPEC_KEYS, *beside))}; axes: {', '.join(AXES)}."
             )
         engine = values.get("engine")
-        if not isinstance(engine, str) or not engine:
+        if engine is not None and (not isinstance(engine, str) or not engine):
+            raise SpecError(f'{source}: engine must be a name such as "sglang", not {engine!r}.')
+        if engine is None:
             raise SpecError(
                 f'{source} names no engine: add engine="sglang" (or vllm, sim, command ...) to '
                 f"@pytest.mark.gpuserve, or set gpuserve_engine in the pytest configuration."

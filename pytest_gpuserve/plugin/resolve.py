@@ -21,6 +21,9 @@ if TYPE_CHECKING:
 
 OVERRIDE = "--gpuserve-set"
 
+_BESIDE = ("server", "fresh", *LIMITS, "expect (in a test's mark)")
+"""What may be said beside the keys of a spec."""
+
 
 @dataclass(frozen=True, slots=True)
 class Wanted:
@@ -88,8 +91,9 @@ def resolve(item: pytest.Item, settings: Settings) -> Wanted:
     Raises:
         SpecError, EngineError: they describe none that can exist.
     """
-    source = f"the gpuserve mark of {item.nodeid}"
-    return build(item.config, settings, *layers_of(item), source=source, asker=item.nodeid)
+    layers = layers_of(item)
+    source = f"the gpuserve mark of {item.nodeid}" if layers else f"{item.nodeid} (it has no gpuserve mark)"
+    return build(item.config, settings, *layers, source=source, asker=item.nodeid)
 
 
 def build(
@@ -122,9 +126,9 @@ def build(
         raise SpecError(f"{source}: fresh must be True or False, not {fresh!r}.")
     limits = {key: _limit(values.pop(key), f"{source}: {key}") for key in LIMITS if key in values}
     try:
-        spec = ServerSpec.from_mapping(values, source=source)
+        spec = ServerSpec.from_mapping(values, source=source, beside=_BESIDE)
     except SpecError:
-        ServerSpec.from_mapping(values, source=_blamed(given, source))
+        ServerSpec.from_mapping(values, source=_blamed(given, source), beside=_BESIDE)
         raise
     if check and (problem := axis_problem(spec, settings, source)):
         raise SpecError(f"{problem.source}: {problem.text}")

@@ -207,6 +207,7 @@ class _Wait:
         self._said = ""
         self._last = "nothing has listened there yet"
         self._answered = False
+        self._unknown: int | None = None  # the last answer to the ready path, where it says that there is no such path
         self._overdue = 0  # budgets that are over
 
     def run(self) -> None:
@@ -283,7 +284,9 @@ class _Wait:
             connection.close()
         self._last, self._answered = f"{method} {path} answered {answer.status}", True
         self._tell(self._last)
-        if data is not None and 400 <= answer.status < 500 and answer.status not in (408, 425, 429):
+        if data is None:
+            self._unknown = answer.status if answer.status in (404, 405) else None
+        elif 400 <= answer.status < 500 and answer.status not in (408, 425, 429):
             raise self._error(f"refuses a one-token request: {escape(text, 300)[:600]}", "config")
         return answer.status == 200
 
@@ -346,6 +349,11 @@ class _Wait:
         what = "was ended" if alarm == "session_deadline" else "stopped making progress"
         if alarm == "startup_budget":
             what = f"was not ready within {budget}"
+            if self._unknown is not None:
+                text = (
+                    f"It answered GET {self._w.probe.path} with {self._unknown}, to the end: change ready= in the "
+                    f"gpuserve mark to a path that it answers with 200 once it can serve. {text}"
+                )
         raise self._error(what, verdict, text, directory)
 
     def _error(

@@ -73,7 +73,28 @@ CASES = {
     ),
     "no engine": (
         "def test_it(server): pass",
+        "test_it.py::test_it (it has no gpuserve mark) names no engine: add engine=*",
+    ),
+    "no engine in the mark": (
+        """
+        @mark.gpuserve(tp=2)
+        def test_it(server): pass
+        """,
         "the gpuserve mark of test_it.py::test_it names no engine: add engine=*",
+    ),
+    "a mapping for an engine": (
+        """
+        @mark.gpuserve(engine={"name": "toy"})
+        def test_it(server): pass
+        """,
+        "the gpuserve mark of test_it.py::test_it: engine must be a name such as \"sglang\", not {'name': 'toy'}.",
+    ),
+    "a list for an engine": (
+        """
+        @mark.gpuserve(engine=["toy"])
+        def test_it(server): pass
+        """,
+        "the gpuserve mark of test_it.py::test_it: engine must be a name such as \"sglang\", not [[]'toy'].",
     ),
     "unknown engine": (
         """
@@ -87,7 +108,8 @@ CASES = {
         @mark.gpuserve(engine="toy", quantisation="fp8")
         def test_it(server): pass
         """,
-        "the gpuserve mark of test_it.py::test_it: unknown option 'quantisation'*",
+        "the gpuserve mark of test_it.py::test_it: unknown option 'quantisation'. Known: engine,*"
+        " uses_gpus, server, fresh, startup_timeout, grace, dump_timeout, expect (in a test's mark); axes: *",
     ),
     "unknown axis": (
         """

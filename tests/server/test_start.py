@@ -284,8 +284,16 @@ def test_the_one_token_probe(
 
 
 def test_a_ready_path_that_is_never_200_is_named(serve: Any) -> None:
-    with pytest.raises(ServerStartError, match="GET /nowhere answered 404"):
+    with pytest.raises(ServerStartError, match="GET /nowhere answered 404") as caught:
         serve(startup=3.0, spec={"ready": "/nowhere"})
+    assert "It answered GET /nowhere with 404, to the end: change ready= in the gpuserve mark" in str(caught.value)
+
+
+def test_a_ready_path_that_is_known_is_not_to_be_changed(serve: Any) -> None:
+    """503 says that it is loading."""
+    with pytest.raises(ServerStartError, match="GET /status/503 answered 503") as caught:
+        serve(startup=3.0, spec={"ready": "/status/503"})
+    assert "ready=" not in str(caught.value)
 
 
 # The log

@@ -33,6 +33,9 @@ class Handler(http.server.BaseHTTPRequestHandler):
             threading.Timer(0.3, os._exit, (7,)).start()
             self.answer(500, b"{}")
             return
+        if self.path.startswith("/status/"):
+            self.answer(int(self.path.rpartition("/")[2]), b"{}")
+            return
         if self.path == "/die":
             os._exit(7)
         if self.path == "/reset":
