@@ -127,10 +127,10 @@ class Reader:
         if session.marks is not None:
             session.recognised = session.recognised or bool(session.marks.marks.search(text))
         elif session.engine is None:
-            votes = [(len(set(marks.marks.findall(text))), marks) for marks in self.rules.engines]
-            most, best = max(votes, key=lambda vote: vote[0])
-            if most:
-                self._use(best.name)
+            own = [(set(marks.marks.findall(text)), marks) for marks in self.rules.engines]
+            votes = [(len(seen) + len(set(marks.names.findall(text))), marks) for seen, marks in own if seen]
+            if votes:
+                self._use(max(votes, key=lambda vote: vote[0])[1].name)
                 session.recognised = True
         if session.version is None and session.marks is not None:
             for pattern in session.marks.version:

@@ -62,10 +62,12 @@ class CauseRule:
 
 @dataclass(frozen=True, slots=True)
 class EngineMarks:
-    """How an engine's log is told from others, and where it prints its version."""
+    """How an engine's log is told from others (``marks``; its ``names`` only decide between engines), and where it
+    prints its version."""
 
     name: str
     marks: re.Pattern[str]
+    names: re.Pattern[str]
     version: tuple[re.Pattern[str], ...]
     launch: tuple[bytes, ...]
     every_rank: bool
@@ -100,6 +102,7 @@ class Rules:
         setting = data["setting"]
         self.engines = tuple(_engine(entry) for entry in data["engine"])
         self.stack = _join(data["stack"]["marks"])
+        self.records = _join(data["stack"]["records"])
         self.noise = tuple(_rule(entry) for entry in (*data["heartbeat"], *data["benign"]))
         self._noise_of_exceptions = tuple(rule for rule in self.noise if rule.exceptions)
         self.heartbeats = frozenset(entry["name"] for entry in data["heartbeat"])
@@ -241,6 +244,7 @@ def _engine(entry: Mapping[str, Any]) -> EngineMarks:
     return EngineMarks(
         name=entry["name"],
         marks=re.compile("|".join(entry["marks"]), re.MULTILINE),
+        names=_join(entry["names"]),
         version=tuple(re.compile(pattern) for pattern in entry["version"]),
         launch=tuple(text.encode() for text in entry["launch"]),
         every_rank=entry["every_rank"],

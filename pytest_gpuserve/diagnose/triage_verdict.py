@@ -43,9 +43,8 @@ class Finding:
 def decide(rules: Rules, sessions: Sequence[Session]) -> Finding:
     """The verdict on the sessions of one server, one of each log."""
     ready = any(session.ready for session in sessions)
-    complaint = choose([found for session in sessions for found in session.complaints], ready=ready)
-    if complaint is not None and not _ours(sessions, complaint):
-        complaint = None
+    chosen = choose([found for session in sessions for found in session.complaints], ready=ready)
+    complaint = chosen if chosen is not None and _ours(rules, sessions, chosen) else None
     stalled = _sign(sessions, ready)
     if complaint is not None and not (stalled and _follows(complaint, stalled)):
         hint = complaint.rule.hint if complaint.rule else ""
@@ -68,6 +67,8 @@ def decide(rules: Rules, sessions: Sequence[Session]) -> Finding:
         return Finding("ready")
     if unfinished := next(filter(None, map(_unfinished, sessions)), None):
         return unfinished
+    if chosen is not None and complaint is None:
+        return Finding("undecided", hints=(_foreign(chosen), _UNKNOWN))
     if any(_started(rules, session) for session in sessions):
         words = [rule.text for session in sessions for rule in _last_words(rules, session)]
         building = any(_building(session) for session in sessions) and not words
@@ -107,12 +108,18 @@ def _before_teardown(rank: RankPhase) -> Phase:
     return next((phase for phase, _, _ in reversed(rank.history) if phase != "shutdown"), rank.phase)
 
 
-def _ours(sessions: Sequence[Session], found: Complaint) -> bool:
-    """Whether a complaint is within our knowledge: a known engine's, or one that names a failure of the GPU stack."""
+def _ours(rules: Rules, sessions: Sequence[Session], found: Complaint) -> bool:
+    """Whether a complaint is within our knowledge: a known engine's, or a record of a communication library."""
     session = next(session for session in sessions if session.source == found.source)
     if session.engine is not None:
         return True
-    return session.stack and found.rule is not None and found.name not in ("validation", "error_line", "process_died")
+    return found.rule is not None and bool(rules.records.search(found.line))
+
+
+def _foreign(found: Complaint) -> str:
+    """What was seen in a log that is no server's, as far as we know: a hint, no verdict."""
+    what = f"a sign of {found.verdict} ({found.name})" if found.rule else "an exception"
+    return f"{what} is in it, line {found.number}, but no server's log was recognised: {found.line[:200]}"
 
 
 def _sign(sessions: Sequence[Session], ready: bool) -> Finding | None:

@@ -470,3 +470,35 @@ def test_how_a_log_is_cut_into_chunks_makes_no_difference(sizes):
     reader.read(part for part in (*parts, text[at:]) if part)
     assert [(found.number, found.name) for found in reader.session.complaints][:1] == [(6, "gpu_out_of_memory")]
     assert reader.session.end == 8
+
+
+@pytest.mark.parametrize(
+    ("text", "hint"),
+    [
+        (
+            "loss 2.3\ntorch.OutOfMemoryError: CUDA out of memory.\n",
+            "a sign of oom (gpu_out_of_memory) is in it, line 2,",
+        ),
+        (
+            "Collecting vllm\nERROR: [Errno 28] No space left on device\n",
+            "a sign of infra (disk_full) is in it, line 2,",
+        ),
+        (
+            'Traceback (most recent call last):\n  File "a.py", line 1\nValueError: x\n',
+            "an exception is in it, line 3,",
+        ),
+    ],
+)
+def test_what_another_programs_log_complains_of_is_a_hint_and_no_verdict(read, text, hint):
+    """Mutations that this caught: names of packages counted as marks, any complaint with a rule believed."""
+    found = read(text)
+    assert (found.verdict, found.engine, found.cause) == ("undecided", None, None)
+    assert found.hints[0].startswith(f"{hint} but no server's log was recognised: ")
+    assert read(text, engine="vllm").verdict != "undecided"
+
+
+def test_names_decide_only_between_engines_whose_records_are_there(read):
+    record = "INFO 11-02 10:00:00 [utils.py:233] vLLM is using nccl==2.27\n"
+    names = "python -m sglang.launch_server sgl_kernel --mem-fraction-static 0.8\n"
+    assert read(names).engine is None
+    assert read(names * 2 + record).engine == "vllm"
