@@ -24,6 +24,7 @@ FAULTS = (
     "die@cuda_graph:rank=1:after=4", "exit@weight_load:rank=2:code=3:after=4", "raise@weight_load:rank=1:after=4",
     "oom@weight_load:rank=2:after=4", "skip_collective@cuda_graph:rank=3", "symmetric@cuda_graph",
     "slow@weight_load:rank=1:how=compile:for=90", "deaf@serving:requests=1", "wedge@serving",
+    "flock@weight_load:rank=2", "symmetric@weight_load",
 )  # fmt: skip
 """What is injected; deaths come a few seconds later, as in a real start-up, when the ranks have their titles."""
 
@@ -49,10 +50,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     with tempfile.TemporaryDirectory(prefix="gpuserve-record-") as name:
         project = Path(name)
         for fault in FAULTS:
-            kind = fault.partition("@")[0]
-            if not options.only or kind in options.only:
+            kind, test = fault.partition("@")[0], name_of(fault)
+            if not options.only or kind in options.only or test in options.only:
                 budget = 40 if kind == "slow" else 90
-                (project / f"test_{kind}.py").write_text(TEST.format(kind=kind, fault=fault, budget=budget))
+                (project / f"test_{test}.py").write_text(TEST.format(kind=kind, fault=fault, budget=budget))
         command = [sys.executable, "-m", "pytest", f"-n{options.jobs}", "--dist=loadfile", "-q"]
         command += ["--gpuserve-stall-timeout=15", "--gpuserve-artifacts=artifacts", "-p", "no:cacheprovider"]
         environment = {**os.environ, "GPUSERVE_STATE": str(project / "state")}
@@ -62,10 +63,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
+def name_of(fault: str) -> str:
+    """Its kind; with the phase where the kind is recorded in several, but for the first."""
+    kind, _, where = fault.partition("@")
+    first = next(other for other in FAULTS if other.startswith(f"{kind}@"))
+    return kind if fault == first else f"{kind}_{where.partition(':')[0]}"
+
+
 def record(bundle: Path, project: Path, out: Path) -> None:
     """One directory as a zip without the names of this machine."""
     incident = json.loads((bundle / "incident.json").read_text())
-    kind = next(word for word in incident["argv"] if word.startswith("--fault=")).partition("=")[2].partition("@")[0]
+    name = name_of(next(word for word in incident["argv"] if word.startswith("--fault=")).partition("=")[2])
     files = {
         str(path.relative_to(bundle)): scrubbed(path.read_text(), project)
         for path in sorted(bundle.rglob("*"))
@@ -78,10 +86,10 @@ def record(bundle: Path, project: Path, out: Path) -> None:
         if name in manifest["files"]
     }
     files["bundle.json"] = json.dumps(manifest, indent=1)
-    with zipfile.ZipFile(out / f"{kind}.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
+    with zipfile.ZipFile(out / f"{name}.zip", "w", zipfile.ZIP_DEFLATED, compresslevel=9) as target:
         for name, text in files.items():
             target.writestr(zipfile.ZipInfo(f"{bundle.name}/{name}", (2026, 1, 1, 0, 0, 0)), text, zipfile.ZIP_DEFLATED)
-    print(f"{kind}: {incident['verdict']} in {incident['phase']}, {', '.join(incident['culprits']) or 'nobody'}")
+    print(f"{name}: {incident['verdict']} in {incident['phase']}, {', '.join(incident['culprits']) or 'nobody'}")
 
 
 def scrubbed(text: str, project: Path) -> str:

@@ -24,6 +24,9 @@ READS = 1_000_000
 POLLS = 2.5
 """Wake-ups a second, beside those of the dumper: a loop that looks again and again."""
 
+_NO_STORAGE = ("socket", "pipe", "child", "poll")
+"""Places in the kernel where nobody waits for a file's contents."""
+
 _STARVED = 0.05
 """Cores that are a spin, too, when the process wanted a CPU in every round: the machine has too few."""
 
@@ -132,11 +135,16 @@ def _spin(member: Member) -> Mechanism:
     )
 
 
-def contradicted(signature: Signature, found: Mechanism | None) -> bool:
+def contradicted(signature: Signature, member: Member) -> bool:
     """A weak signature says what a call further out is for. Work that its layer stands for moves something; a process
-    that only sleeps, waits or spins further in does other things than that."""
-    if found is None or not signature.weak or signature.kind != "cause":
+    that only sleeps, waits or spins further in does other things than that, and so does one that the kernel keeps
+    waiting for a lock, or for others where storage is said to be at work."""
+    if not signature.weak or signature.kind != "cause":
         return False
+    found = mechanism(member)
+    if found is None:
+        where = kernel_wait(member.facts).place if member.conduct.stays and not member.condition else ""
+        return where == "lock" or (signature.layer == "storage" and where in _NO_STORAGE)
     if found.kind in ("build", "reads"):
         return signature.layer == "storage" and found.kind == "build"
     return found.kind != "spin" or signature.layer == "storage"

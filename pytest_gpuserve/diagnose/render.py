@@ -7,6 +7,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
+from .kernel import kernel_wait
 from .mechanism import contradicted, mechanism, spins
 from .merge import Member, format_ranks, label_order, place
 from .model import RankClass
@@ -65,8 +66,10 @@ def describe(rank_class: RankClass, members: Sequence[Member]) -> str:
         text = "is stopped (state T)"
     elif first.condition == "dead":
         text = "is dead (zombie)"
-    elif (how := mechanism(first)) and first.signature and contradicted(first.signature, how):
-        return f"{how.verb}: {place(first.conduct.leaf or first.frames[0])}, inside {first.leaf}"
+    elif first.signature and contradicted(first.signature, first):
+        how = mechanism(first)
+        does = how.verb if how else kernel_wait(first.facts).words
+        return f"{does}: {place(first.conduct.leaf or first.frames[0])}, inside {first.leaf}"
     elif first.signature:
         text = f"{first.signature.title} [{first.signature.id}]"
     else:

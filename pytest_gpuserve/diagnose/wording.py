@@ -62,8 +62,10 @@ def _settled(case: Case, finding: Finding) -> Finding:
     """Less a signature that what the process does speaks against, and no surer of a spin than one can be."""
     members = [case.merged.by_label[label] for label in finding.culprits if label in case.merged.by_label]
     found = [mechanism(member) for member in members]
-    if finding.signature and any(contradicted(finding.signature, entry) for entry in found):
-        finding = replace(finding, signature=None)
+    if signature := finding.signature:
+        there = [m for entry in case.merged.classes if entry.signature == signature.id for m in case.merged.of(entry)]
+        if any(contradicted(signature, member) for member in members or there):
+            finding = replace(finding, signature=None)
     if finding.verdict == "hang" and found and all(entry and entry.kind == "spin" for entry in found):
         finding = replace(finding, confidence=min(finding.confidence, 0.6))
     return finding
@@ -131,6 +133,7 @@ def doing(case: Case, entry: RankClass, members: Sequence[Member], lock: LockFac
     """``wait in a collective (all_reduce at distributed_c10d.py:3252)`` for ranks of one class."""
     many = len(members) > 1
     first = members[0]
+    place = first.frames[0] if first.frames else None
     if first.condition == "stopped":
         text = "is stopped (SIGSTOP, state T)"
     elif first.condition == "dead":
@@ -139,8 +142,10 @@ def doing(case: Case, entry: RankClass, members: Sequence[Member], lock: LockFac
         signature = by_id().get(entry.signature or "")
         words = case.wait(first).words
         how = mechanism(first) if not (lock and set(entry.ranks) & set(lock.waiters)) else None
-        if how and (signature is None or contradicted(signature, how)):
-            place = first.conduct.leaf or (first.frames[0] if first.frames else None)
+        if signature and contradicted(signature, first):
+            signature, place = None, first.conduct.leaf or place
+        if how and signature is None:
+            place = first.conduct.leaf or place
             text = how.verb + (f" ({_at(place)})" if place else "") + f": {how.seen}"
             return plural(text) if many else text
         if signature:
@@ -153,9 +158,8 @@ def doing(case: Case, entry: RankClass, members: Sequence[Member], lock: LockFac
             if lock.kind == "file" and not (signature and signature.lock):
                 text = "polls for the file"
             text += f" {lock.path or ''}".rstrip() + f", which is {holder_words(lock)}"
-    if first.frames:
-        where = _at(first.frames[0])
-        text = f"{text} ({where})" if text else f"is in {where}"
+    if place:
+        text = f"{text} ({_at(place)})" if text else f"is in {_at(place)}"
     if (first.cpu or 0) > 0.8 and not first.condition:
         text += ", using a whole core"
     return plural(text) if many else text
