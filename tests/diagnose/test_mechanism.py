@@ -174,6 +174,22 @@ class TestVerdicts:
         disk = after(looks(dumps, LOADS, cpu_seconds=0.0, wchan="folio_wait_bit"), 95.0, state="hung", moving=())
         assert "copies weights" in disk.text
 
+    @pytest.mark.parametrize(
+        ("place", "words"),
+        [
+            ("locks_lock_inode_wait", "waits for a file lock"),
+            ("unix_stream_read_generic", "waits on a socket"),
+            ("do_wait", "waits for a child process"),
+        ],
+    )
+    def test_who_sleeps_elsewhere_in_the_kernel_copies_no_weights(self, dumps, place, words):
+        """Mutation that this caught: only the mechanisms, not the kernel's places, speak against a weak signature."""
+        found = after(looks(dumps, LOADS, cpu_seconds=0.0, wchan=place), 95.0, state="hung", moving=())
+        assert told(found) == ("hang", ("TP3",))
+        assert f"TP3 {words}" in found.text
+        assert "(crunch at layers.py:88)" in found.text
+        assert "copies weights" not in found.text + found.advice
+
     def test_who_works_while_the_others_wait_is_named_in_a_slow_verdict(self, dumps):
         found = after(looks(dumps, dumps.ELSEWHERE, cpu_seconds=0.1, read_bytes=5e7), 5.0, moving=("reads of TP3",))
         assert told(found) == ("slow", ("TP3",))

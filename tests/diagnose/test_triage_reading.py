@@ -502,3 +502,15 @@ def test_names_decide_only_between_engines_whose_records_are_there(read):
     names = "python -m sglang.launch_server sgl_kernel --mem-fraction-static 0.8\n"
     assert read(names).engine is None
     assert read(names * 2 + record).engine == "vllm"
+
+
+def test_a_draft_of_another_hidden_size_has_a_hint_at_the_draft(read):
+    found = read(
+        BEGIN + "[2026-02-11 10:00:44 TP1] Scheduler hit an exception: Traceback (most recent call last):\n"
+        '  File "/opt/sglang/srt/models/llama_eagle3.py", line 162, in forward\n'
+        "    hidden_states = self.fc(hidden_states)\n"
+        '  File "/opt/torch/nn/modules/linear.py", line 134, in forward\n'
+        "RuntimeError: mat1 and mat2 shapes cannot be multiplied (1x24576 and 12288x4096)\n"
+    )
+    assert (found.verdict, found.cause and found.cause.kind) == ("crash", "shapes_do_not_fit")
+    assert any("draft" in hint and "hidden size" in hint for hint in found.hints)
