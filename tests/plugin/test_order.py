@@ -135,7 +135,7 @@ def test_a_server_is_stopped_when_no_later_test_wants_it(project):
 
 def test_plan_shows_each_server_once_and_starts_nothing(project):
     project.write(test_one=MODULE, test_plain="def test_plain(): raise RuntimeError")
-    result = project.run("--gpuserve=plan", "-n2")
+    result = project.run("--gpuserve=plan", "-n2", "--gpuserve-gpus=virtual:4")  # the one with more of them first
     assert result.ret == 0
     lines = [line for line in result.outlines if re.match(r"sim-|    test_|\\d+ servers", line)]
     assert [line.split()[0] for line in lines] == [
