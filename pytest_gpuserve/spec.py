@@ -110,13 +110,13 @@ class ServerSpec:
     def id(self) -> str:
         """Readable and stable: ``sglang-tp8-eagle3-cuda_graph_off-triton``; characters a-z 0-9 . _ -.
 
-        With a command its program and four digits of what it is called with: ``command-tp1-my_server-3f2a``.
+        Of the ``command`` engine its program and four digits of what it is called with: ``command-tp1-my_server-3f2a``.
         """
         parts = [self.engine, f"tp{self.tp}"]
         for axis, value in self.axes:
             bare = axis in ("spec_decode", "attention_backend")
             parts.append(value.name if bare else f"{axis}_{value.name}")
-        if self.command:
+        if self.engine == "command" and self.command:
             told = json.dumps([self.command, self.args])
             parts += [program(self.command), hashlib.sha256(told.encode()).hexdigest()[:4]]
         return "-".join(_UNSAFE.sub("_", part.lower()) for part in parts)
