@@ -60,7 +60,7 @@ def test_a_command_is_told_by_its_program_and_how_it_is_called(words: tuple[str,
     assert spec.id == ServerSpec("command", command=words).id
     others = [ServerSpec("command", command=(*words, "--more")), ServerSpec("command", command=words, args=(("a", 1),))]
     assert len({spec.id, *(other.id for other in others)}) == 3
-    assert ServerSpec("sim", tp=2, command=words).id == "sim-tp2", "of an engine that is known, the engine's name says it"
+    assert ServerSpec("sim", tp=2, command=words).id == "sim-tp2"  # a known engine says it
 
 
 def test_order_of_axes_and_of_keys_makes_no_other_server() -> None:
