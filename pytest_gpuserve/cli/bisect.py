@@ -22,6 +22,7 @@ from ..text import escape
 from .git import Git
 from .isolate_state import fingerprint
 from .judge import INTERRUPTED, Settings, add_options, judge, settings
+from .signals import as_interrupt
 
 _ENDS = 3
 """Runs of the bad end that show how often it fails, where nobody says so."""
@@ -71,7 +72,8 @@ def run(arguments: argparse.Namespace) -> int:
     bisection = Bisection(git, chosen, mark, _say, automatic, arguments.confidence, fresh=arguments.fresh)
     here = git.position()
     try:
-        found = bisection.run(bad, good)
+        with as_interrupt([]):
+            found = bisection.run(bad, good)
     except _BrokenError as error:
         _say(f"gpuserve bisect: {error}")
         return BROKEN

@@ -94,8 +94,12 @@ class Git:
                 raise GpuserveError(f"{what} is under way in {self.top}. Finish it first.")
 
     def checkout(self, where: str) -> None:
-        """Raises GpuserveError when files are in the way."""
-        self("checkout", "--quiet", "--force", where, "--", why=f"{where[:12]} cannot be checked out")
+        """What a build or a test changed in tracked files is dropped; files that git does not know stay.
+
+        Raises GpuserveError when such a file is in the way.
+        """
+        self("reset", "--quiet", "--hard")
+        self("checkout", "--quiet", where, "--", why=f"{where[:12]} cannot be checked out")
 
     def candidates(self, bad: str, good: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
         """Commits of ``bad`` that are in none of ``good``, newest first, and their parents."""

@@ -25,6 +25,7 @@ from ..server.paths import state_root
 from ..text import one_line
 from .launches import end_group, words_of
 from .pytest_probe import is_pytest, run_session
+from .signals import as_interrupt
 
 INTERRUPTED = 130
 """128 + SIGINT: git bisect stops."""
@@ -144,7 +145,8 @@ def run(arguments: argparse.Namespace) -> int:
     """See the epilog. An error of ours is 128, never a code that git takes for bad."""
     try:
         chosen = settings(arguments)
-        judged = judge(chosen, print)
+        with as_interrupt([]):
+            judged = judge(chosen, print)
         if judged.signature is not None:
             save_signature(judged.signature, arguments.save_signature)
     except GpuserveError as error:

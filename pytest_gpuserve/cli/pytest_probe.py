@@ -24,6 +24,7 @@ if TYPE_CHECKING:
     from ..isolation.variants import Wanted
 
 VARIABLE = "GPUSERVE_RESULTS"
+FINISHED = {"finished": True}
 """Where the plugin writes one line a test."""
 
 
@@ -75,7 +76,7 @@ def run_session(
             except BaseException:
                 _end(child)
                 raise
-        return Session(child.returncode, _read(results), timed_out)
+        return Session(child.returncode, *_read(results), timed_out)
 
 
 def run_pytest(probe: Sequence[str], wanted: Wanted, whole: Wanted, limit: float, output: Path) -> Seen:
@@ -144,14 +145,16 @@ def _end(child: subprocess.Popen[bytes]) -> None:
         child.wait()
 
 
-def _read(path: Path) -> tuple[Report, ...] | None:
-    """None: the plugin did not report at all."""
+def _read(path: Path) -> tuple[tuple[Report, ...] | None, bool]:
+    """Its tests, None when the plugin did not report at all, and whether its session came to its end."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
-        return None
-    found = []
+        return None, False
+    found, whole = [], False
     for line in lines:
         with contextlib.suppress(ValueError, KeyError, TypeError):
-            found.append(Report.from_json(json.loads(line)))
-    return tuple(found)
+            entry = json.loads(line)
+            whole = whole or entry == FINISHED
+            found.append(Report.from_json(entry))
+    return tuple(found), whole

@@ -5,10 +5,8 @@ from __future__ import annotations
 import argparse
 import contextlib
 import os
-import signal
 import subprocess
 import time
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +32,7 @@ from .canary import Canary
 from .isolate import recognise
 from .launches import DUMP, Given
 from .screen import Screen
+from .signals import as_interrupt
 
 _PORTS = {"sglang": 30000, "vllm": 8000, "sim": 30000}
 """Where an engine listens that is not told."""
@@ -84,7 +83,7 @@ def run(arguments: argparse.Namespace) -> int:
         raise GpuserveError("give either the server's command, after --, or --attach URL.")
     screen = Screen()
     received: list[int] = []
-    with _signals(received):
+    with as_interrupt(received):
         try:
             if arguments.attach:
                 return attach(arguments, screen)
@@ -92,26 +91,6 @@ def run(arguments: argparse.Namespace) -> int:
         except KeyboardInterrupt:
             screen.say("the watch has ended; the server runs on." if arguments.attach else "nothing of it is left.")
             return 128 + received[0]
-
-
-@contextlib.contextmanager
-def _signals(received: list[int]) -> Iterator[None]:
-    """SIGTERM and SIGHUP are as Ctrl-C, unless they are ignored (nohup)."""
-
-    def told(number: int, _frame: object) -> None:
-        received.append(number)
-        raise KeyboardInterrupt
-
-    wanted = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP)
-    before = {number: signal.getsignal(number) for number in wanted}
-    for number in wanted:
-        if before[number] is not signal.SIG_IGN or number == signal.SIGINT:
-            signal.signal(number, told)
-    try:
-        yield
-    finally:
-        for number, handler in before.items():
-            signal.signal(number, handler)
 
 
 class _Run:

@@ -70,10 +70,12 @@ class Report:
 
 @dataclass(frozen=True, slots=True)
 class Session:
-    """One run of pytest. ``code``: as of Popen.returncode; ``reports`` None: our plugin did not report."""
+    """One run of pytest. ``code``: as of Popen.returncode; ``reports`` None: our plugin did not report; ``whole``: it
+    came to its end, and was not cut short by pytest.exit or os._exit, which may give any exit code."""
 
     code: int
     reports: tuple[Report, ...] | None
+    whole: bool = True
     timed_out: bool = False
 
     @property
@@ -122,6 +124,8 @@ def judge_session(session: Session, target: Signature | None) -> Judged:
         return Judged(SKIP, f"{what}: {first.nodeid}: {first.signature}{_short(first.reason)}")
     if session.timed_out or session.code not in (0, 1, 5):
         return Judged(SKIP, _code_text(session))
+    if not session.whole:
+        return Judged(SKIP, f"{_code_text(session)} before its session was over: not every test had its turn")
     ours = [r for r in session.reports if r.outcome == "skipped" and r.ours]
     if ours:
         return Judged(SKIP, f"{ours[0].nodeid} was skipped by us:{_short(ours[0].reason)}")

@@ -15,6 +15,8 @@ from typing import Any
 import pytest
 
 VARIABLE = "GPUSERVE_RESULTS"
+FINISHED = {"finished": True}
+"""The last line of a session that nothing cut short."""
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -25,6 +27,11 @@ class Results:
     def __init__(self, put: Callable[[dict[str, Any]], None], end: Callable[[], None]) -> None:
         self._put_line, self._end_of_lines = put, end
         self._tests: dict[str, dict[str, Any]] = {}
+        self.cut = False
+        """Ctrl-C or pytest.exit, whose exit code may be 0."""
+
+    def pytest_keyboard_interrupt(self) -> None:
+        self.cut = True
 
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
         if report.outcome not in ("passed", "failed", "skipped"):  # "rerun": another attempt follows
@@ -50,7 +57,9 @@ class Results:
             self._write({"nodeid": report.nodeid, "outcome": "error", "reason": str(report.longrepr)[-300:]})
 
     def pytest_sessionfinish(self) -> None:
-        for entry in self._tests.values():  # whose teardown was never reported: a worker crashed
+        for entry in self._tests.values():  # whose teardown was never reported: a worker crashed, pytest.exit
+            if entry["outcome"] == "passed":
+                entry |= {"outcome": "error", "reason": "the session ended before this test did"}
             self._write(entry)
         self._tests.clear()
         self._end_of_lines()
@@ -72,7 +81,13 @@ def register(config: pytest.Config) -> None:
             file.write(json.dumps(entry) + "\n")
             file.flush()
 
-        config.pluginmanager.register(Results(put, file.close), "gpuserve-results")
+        def end() -> None:
+            if not results.cut:
+                put(FINISHED)
+            file.close()
+
+        results = Results(put, end)
+        config.pluginmanager.register(results, "gpuserve-results")
 
 
 def _ours(report: pytest.TestReport) -> bool:

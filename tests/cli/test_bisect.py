@@ -10,6 +10,9 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpuserve.cli.git import Git
+from pytest_gpuserve.errors import GpuserveError
+
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
 TEST = """\
 import state
@@ -178,3 +181,23 @@ def test_git_bisect_run(tmp_path: Path) -> None:
         check=False,
     )
     assert f"{repo.commits[7]} is the first bad commit" in done.stdout
+
+
+def test_files_that_git_does_not_know_are_never_overwritten(tmp_path: Path) -> None:
+    """``notes.txt`` is tracked in the middle only; at the end it is the user's own."""
+    repo = repository(tmp_path, count=2)
+    (repo.path / "notes.txt").write_text("theirs")
+    repo.git("add", "-A")
+    repo.git("commit", "-q", "-m", "notes")
+    middle = repo.git("rev-parse", "HEAD")
+    repo.git("rm", "-q", "notes.txt")
+    repo.git("commit", "-q", "-m", "no notes")
+    (repo.path / "notes.txt").write_text("mine")
+    git = Git(repo.path)
+    with pytest.raises(GpuserveError, match="cannot be checked out"):
+        git.checkout(middle)
+    assert (repo.path / "notes.txt").read_text() == "mine"
+    (repo.path / "state.py").write_text("changed by a build")
+    git.checkout(repo.commits[0])
+    assert "NUMBER = 0" in (repo.path / "state.py").read_text()
+    assert (repo.path / "notes.txt").read_text() == "mine"

@@ -13,6 +13,7 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpuserve import procfs
 from pytest_gpuserve.cli.judge import read_signature
 from pytest_gpuserve.errors import GpuserveError
 from pytest_gpuserve.isolation.signature import Signature
@@ -77,11 +78,13 @@ def test_it(server): pass
         ("def test_it(): pass", [], 0, "GOOD (0): 1 passed"),
         ("def test_it(): assert 1 == 2", [], 1, "BAD (1): test_it.py::test_it: test (AssertionError) assert 1 == 2"),
         ("import pytest\ndef test_it(): pytest.skip('x')", [], 125, "all 1 were skipped"),
+        ("import pytest\ndef test_it(): pytest.exit('x', returncode=0)", [], 125, "before its session was over"),
+        ("import os\ndef test_a(): pass\ndef test_b(): os._exit(0)", [], 125, "before its session was over"),
         ("def test_it(): pass\ndef test_b(): assert 0", ["-k", "nothing"], 125, "no test was selected"),
         ("def test_it(: pass", [], 125, "exit code 2 (interrupted)"),
         ("def test_it(): pass", ["--no-such-option"], 125, "exit code 4 (wrong usage)"),
         ("import os, signal\ndef test_it(): os.kill(os.getpid(), signal.SIGKILL)", [], 125, "killed by signal 9"),
-        ("import os\ndef test_it(): os._exit(0)", [], 125, "no test was selected"),
+        ("import os\ndef test_it(): os._exit(0)", [], 125, "before its session was over"),
         ("def test_it(): pass", ["-p", "no:gpuserve"], 128, "did not report any test"),
         (OURS, ["--gpuserve=skip"], 125, "was skipped by us"),
         (WRONG_GPU, [], 128, "this machine cannot test it"),
@@ -164,8 +167,10 @@ def test_each_commit_has_kernel_caches_of_its_own(place: Place) -> None:
     assert head.stdout.strip() in place.log[0]
 
 
-def test_interrupted(place: Place) -> None:
-    text = "import time\ndef test_it():\n    open('running', 'w').close()\n    time.sleep(100)"
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
+def test_interrupted(place: Place, number: signal.Signals) -> None:
+    text = "import os, time\ndef test_it():\n    open('pid', 'w').write(str(os.getpid()))\n"
+    text += "    open('running', 'w').close()\n    time.sleep(100)"
     process = place.start(text)
     try:
         deadline = time.monotonic() + 60
@@ -173,13 +178,14 @@ def test_interrupted(place: Place) -> None:
             assert process.poll() is None
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        process.send_signal(signal.SIGINT)
+        process.send_signal(number)
         out, _ = process.communicate(timeout=60)
     finally:
         process.kill()
         process.wait()
     assert process.returncode == 130
     assert "interrupted" in out
+    assert procfs.process_id(int((place.path / "pid").read_text())) is None, "its pytest was left"
 
 
 def test_signatures_are_read_from_incidents(tmp_path: Path) -> None:
