@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from ..errors import EngineError, SpecError
 from ..spec import Scalar, ServerSpec
 from .arguments import local_path
-from .base import Launch, LogGrammar, ProcessRole, ReadyProbe
+from .base import PAGE_ASKED, Launch, LogGrammar, ProcessRole, ReadyProbe
 from .titles import common_role
 
 _NEVER = re.compile(rb"(?!)")
@@ -21,7 +21,7 @@ class Command:
     name = "command"
     uses_gpus = False
     axes: Mapping[str, Sequence[str]] = {}
-    grammar = LogGrammar(rank=_NEVER, rules=(), anchors=(_NEVER,))  # no line of its log needs a look
+    grammar = LogGrammar(rank=_NEVER, rules=(), heartbeats=(PAGE_ASKED,), anchors=(PAGE_ASKED,))
 
     def launch(self, spec: ServerSpec, *, host: str, port: int, python: str) -> Launch:
         """The template, filled in. ``args`` are appended as flags.

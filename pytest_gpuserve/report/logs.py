@@ -89,7 +89,7 @@ def said_more(path: Path, since: int, engine: Engine | None) -> bool:
             lines = log.read(1 << 20).splitlines()
     except OSError:
         return True
-    beats = (PAGE_ASKED, *(engine.grammar.heartbeats if engine else ()))
+    beats = engine.grammar.heartbeats if engine else (PAGE_ASKED,)
     return any(line.strip() and not any(beat.search(line) for beat in beats) for line in lines)
 
 

@@ -483,3 +483,13 @@ class TestFollower:
             pass
         assert follower.reader.progress_bytes == 2 << 20
         follower.close()
+
+
+@pytest.mark.parametrize("engine", ["sglang", "vllm", "llama_cpp", "sim", "command"])
+def test_a_page_that_is_asked_for_is_no_progress_of_any_engine(engine: str) -> None:
+    """Our own question for readiness comes every second: a hung start-up would look alive for ever."""
+    reader = PhaseReader(get_engine(engine).grammar)
+    reader.feed(b'INFO:     127.0.0.1:4 - "GET /ready HTTP/1.1" 503 Service Unavailable\n' * 3, 1.0)
+    assert (reader.progress_bytes, reader.heartbeats) == (0, 3)
+    reader.feed(b"something else\n", 2.0)
+    assert (reader.progress_bytes > 0, reader.heartbeats) == (True, 3)
