@@ -49,3 +49,9 @@ api: HTTP front end (SGLang main process, vLLM ``vllm serve``). scheduler: SGLan
 engine_core: vLLM's scheduler process. compiler: nvcc, ptxas, ninja, inductor or triton worker.
 helper: resource tracker, multiprocessing fork server, py-spy.
 """
+
+RESULTS: Final = "GPUSERVE_RESULTS"
+"""Variable with the file where the plugin writes one JSON line a test, for ``gpuserve judge`` and ``isolate``."""
+
+FINISHED: Final = {"finished": True}
+"""The last line of that file, of a session that nothing cut short."""

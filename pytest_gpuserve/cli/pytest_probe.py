@@ -18,14 +18,11 @@ from ..isolation.deltas import parse_options
 from ..isolation.judge import Report, Session, signature_of
 from ..isolation.signature import Signature
 from ..text import escape
+from ..vocabulary import FINISHED, RESULTS
 from .launches import Seen
 
 if TYPE_CHECKING:
     from ..isolation.variants import Wanted
-
-VARIABLE = "GPUSERVE_RESULTS"
-FINISHED = {"finished": True}
-"""Where the plugin writes one line a test."""
 
 
 def is_pytest(argv: Sequence[str]) -> bool:
@@ -56,7 +53,7 @@ def run_session(
             try:
                 child = subprocess.Popen(
                     list(argv),
-                    env={**os.environ, **(env or {}), VARIABLE: str(results)},
+                    env={**os.environ, **(env or {}), RESULTS: str(results)},
                     stdin=subprocess.DEVNULL,
                     stdout=target,
                     stderr=target,

@@ -5,12 +5,12 @@ from __future__ import annotations
 import json
 import os
 import re
-import subprocess
 import time
 from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from .. import procfs
+from . import tools
 from .evidence import LockFact
 from .kernel import kernel_wait
 from .mechanism import mechanism
@@ -112,9 +112,8 @@ def asked_for(pid: int, python: str, limit: float) -> str | None:
         return None
     argv = [python, "-S", "-E", str(Path(__file__).with_name("asked_files.py")), str(pid), str(_TRACE)]
     try:
-        done = subprocess.run(argv, capture_output=True, timeout=_TRACE + 3.0, cwd="/", check=False)
-        asked = {str(path): int(often) for path, often in json.loads(done.stdout).items()}
-    except (OSError, ValueError, AttributeError, subprocess.SubprocessError):
+        asked = {str(path): int(often) for path, often in json.loads(tools.run(argv, _TRACE + 3.0).raw).items()}
+    except (ValueError, AttributeError):
         return None
     often = [path for path, count in asked.items() if count >= _OFTEN and path.startswith("/")]
     there = [path for path in often if Path(path).is_file() and not Path(path).is_symlink()]

@@ -14,9 +14,7 @@ from typing import Any
 
 import pytest
 
-VARIABLE = "GPUSERVE_RESULTS"
-FINISHED = {"finished": True}
-"""The last line of a session that nothing cut short."""
+from ..vocabulary import FINISHED, RESULTS
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -72,9 +70,9 @@ class Results:
 
 def register(config: pytest.Config) -> None:
     """Begin to report, where somebody asked and this process is the one that reports."""
-    path = os.environ.get(VARIABLE)
-    if path and not hasattr(config, "workerinput") and os.environ.get(f"{VARIABLE}_OWNER", path) == path:
-        os.environ[f"{VARIABLE}_OWNER"] = str(os.getpid())  # a pytest that a test starts must not report as well
+    path = os.environ.get(RESULTS)
+    if path and not hasattr(config, "workerinput") and os.environ.get(f"{RESULTS}_OWNER", path) == path:
+        os.environ[f"{RESULTS}_OWNER"] = str(os.getpid())  # a pytest that a test starts must not report as well
         file = Path(path).open("a", encoding="utf-8", errors="backslashreplace")  # noqa: SIM115 (until the session ends)
 
         def put(entry: dict[str, Any]) -> None:

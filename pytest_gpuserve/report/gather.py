@@ -23,6 +23,7 @@ from ..engines.base import Engine, ProcessRole, Rank
 from ..server import inflight
 from ..server.control import Control
 from ..server.record import ServerRecord
+from ..watch.exits import NAME as EXITS
 from . import logs
 
 T = TypeVar("T")
@@ -142,7 +143,7 @@ def departures(record: ServerRecord, ranks: Mapping[int, Rank]) -> tuple[Departu
     """
     killing = Control(record.directory, record.supervisor).last("killing")
     found: list[Departure] = []
-    for line in procfs.read(str(record.directory / "exits.jsonl")).splitlines():
+    for line in procfs.read(str(record.directory / EXITS)).splitlines():
         with suppress(ValueError, KeyError, TypeError):  # a torn last line
             raw = json.loads(line)
             rank = ranks.get(raw["pid"])

@@ -40,42 +40,53 @@ class Session:
 def look(root: Path) -> tuple[list[Session], list[Session]]:
     """All dead sessions, and those of them that may have left something."""
     place, found = here(), list[Session]()
-    folder = root / "sessions"
-    with contextlib.suppress(OSError):
-        entries = list(os.scandir(folder)) if own(folder.lstat(), stat.S_ISDIR) else []
-        for entry in entries:
-            with contextlib.suppress(OSError, ValueError):
-                if one := _session(entry, place):
-                    found.append(one)
+    for path, owner in _named(root):
+        with contextlib.suppress(OSError, ValueError):
+            if one := _session(path, owner, place):
+                found.append(one)
     return found, [session for session in found if not session.elsewhere and session.swept is None]
 
 
 def living(root: Path) -> Iterator[Path]:
     """Directories of sessions whose process lives, here."""
     place = here()
-    with contextlib.suppress(OSError), os.scandir(root / "sessions") as entries:
-        for entry in entries:
-            with contextlib.suppress(OSError, ValueError):
-                name, path = _NAME.fullmatch(entry.name), Path(entry.path)
-                ours = name is not None and own(entry.stat(follow_symlinks=False), stat.S_ISDIR)
-                if name is None or not ours or not procfs.same(ProcessId(int(name[1]), int(name[2]))):
-                    continue
-                if own(os.lstat(path / MARKER), stat.S_ISREG) and json.loads((path / MARKER).read_bytes()) == place:
-                    yield path
+    for path, owner in _named(root):
+        with contextlib.suppress(OSError, ValueError):
+            if procfs.same(owner) and _marked(path) == place:
+                yield path
 
 
-def _session(entry: os.DirEntry[str], place: Mapping[str, object]) -> Session | None:
+def _named(root: Path) -> Iterator[tuple[Path, ProcessId]]:
+    """Directories of this user that are named as sessions are, and the process in the name."""
+    folder, entries = root / "sessions", list[os.DirEntry[str]]()
+    with contextlib.suppress(OSError):
+        entries = list(os.scandir(folder)) if own(folder.lstat(), stat.S_ISDIR) else []
+    for entry in entries:
+        name, ours = _NAME.fullmatch(entry.name), False
+        with contextlib.suppress(OSError):
+            ours = own(entry.stat(follow_symlinks=False), stat.S_ISDIR)
+        if name is not None and ours:
+            yield Path(entry.path), ProcessId(int(name[1]), int(name[2]))
+
+
+def _marked(path: Path) -> object:
+    """Where it was made, as its marker says; None where that is not ours.
+
+    Raises:
+        OSError, ValueError: it has none that can be read.
+    """
+    ours = own(os.lstat(path / MARKER), stat.S_ISREG)
+    return json.loads((path / MARKER).read_bytes()) if ours else None
+
+
+def _session(path: Path, owner: ProcessId, place: Mapping[str, object]) -> Session | None:
     """None: it is no session of ours, or it lives."""
-    name = _NAME.fullmatch(entry.name)
-    if name is None or not own(entry.stat(follow_symlinks=False), stat.S_ISDIR):
-        return None
-    path, owner = Path(entry.path), ProcessId(int(name[1]), int(name[2]))
     with contextlib.suppress(FileNotFoundError):
         mark = os.lstat(path / SWEPT)
         return Session(path, owner, False, mark.st_mtime)
-    if not own(os.lstat(path / MARKER), stat.S_ISREG):
+    if (made := _marked(path)) is None:
         return None
-    elsewhere = json.loads((path / MARKER).read_bytes()) != place
+    elsewhere = made != place
     if not elsewhere and procfs.same(owner):
         return None
     return Session(path, owner, elsewhere, None)

@@ -109,9 +109,8 @@ class Exits:
 def exit_code(process: ProcessId, fd: int) -> int | None:
     """How a process ended, as subprocess says it: a zombie's is in /proc, a reaped one's the kernel keeps for its pidfd
     (Linux 6.15); None where neither tells."""
-    fields = procfs.read(f"/proc/{process.pid}/stat").rpartition(b")")[2].split()
-    if len(fields) > 49 and int(fields[19]) == process.start and fields[0] in (b"Z", b"X"):
-        return os.waitstatus_to_exitcode(int(fields[49]))
+    if (code := procfs.exit_code(process)) is not None:
+        return code
     buffer = bytearray(_INFO.size)
     buffer[:8] = struct.pack("=Q", _INFO_EXIT)
     with suppress(OSError, ValueError):
