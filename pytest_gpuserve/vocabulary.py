@@ -50,6 +50,9 @@ engine_core: vLLM's scheduler process. compiler: nvcc, ptxas, ninja, inductor or
 helper: resource tracker, multiprocessing fork server, py-spy.
 """
 
+LOG_LIMIT: Final = "log_limit"
+"""The alarm, and the reason of the incident, of a server whose log has reached its limit."""
+
 RESULTS: Final = "GPUSERVE_RESULTS"
 """Variable with the file where the plugin writes one JSON line a test, for ``gpuserve judge`` and ``isolate``."""
 

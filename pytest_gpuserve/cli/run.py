@@ -61,6 +61,14 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--soft", action="store_true", help="dump and tell, never end it")
     parser.add_argument("--startup-timeout", type=float, default=1800.0, metavar="S", help="default %(default)g")
     parser.add_argument("--stall-timeout", type=float, metavar="S", help="seconds without progress (default: by phase)")
+    parser.add_argument(
+        "--log-limit",
+        type=int,
+        default=1024,
+        metavar="MB",
+        help="megabytes of its log: there it is dumped, and ended if it prints one line over and over; of another only "
+        "the beginning and the newest stay; 0: no limit (default %(default)s)",
+    )
     parser.add_argument("--grace", type=float, default=10.0, metavar="S", help="from SIGTERM to SIGKILL (default 10)")
     parser.add_argument(
         "--probe-every",
@@ -150,7 +158,7 @@ class _Run:
                     self._spec,
                     self._engine,
                     parent=session_directory(),
-                    limits=Limits(given.startup_timeout, given.grace, DUMP),
+                    limits=Limits(given.startup_timeout, given.grace, DUMP, max(0, given.log_limit) << 20),
                     incident=self._incident,
                     host=self._host,
                     port=self._port,

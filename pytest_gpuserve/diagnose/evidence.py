@@ -164,6 +164,7 @@ class Evidence:
         front: what the front end itself answered when no completion came; None: not asked.
         requests: our requests in flight; None when unknown.
         test: node id of the test that was running.
+        flood: the line that the log repeats without end, many times a second; "": it does not.
         foreign: True when processes were read from somebody else's dump, so that nothing can be measured.
     """
 
@@ -191,4 +192,5 @@ class Evidence:
     front: Front | None = None
     requests: int | None = None
     test: str | None = None
+    flood: str = ""
     foreign: bool = False

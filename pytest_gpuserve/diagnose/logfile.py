@@ -6,6 +6,7 @@ import bz2
 import gzip
 import io
 import lzma
+import os
 import shutil
 import stat
 import subprocess
@@ -13,11 +14,13 @@ import sys
 import zlib
 from collections.abc import Iterator
 from contextlib import contextmanager
+from dataclasses import dataclass
 from importlib import import_module
 from pathlib import Path
 from typing import IO, Any, Protocol
 
 from ..errors import GpuserveError
+from ..phases.reader import parts
 
 CHUNK = 1 << 18
 """Bytes that are held at a time."""
@@ -39,6 +42,13 @@ class LogError(GpuserveError):
     """A log cannot be read; the message says why and what to do."""
 
 
+@dataclass(frozen=True, slots=True)
+class Gap:
+    """So many line ends were not read."""
+
+    lines: int
+
+
 class LogFile:
     """One log, read once from the start.
 
@@ -51,8 +61,9 @@ class LogFile:
         self.name = name
         self.problem: str | None = None
 
-    def chunks(self) -> Iterator[bytes]:
-        """The content, unpacked, at most :data:`CHUNK` bytes at a time.
+    def chunks(self, most: int | None = None) -> Iterator[bytes | Gap]:
+        """The content, unpacked, at most :data:`CHUNK` bytes at a time. What is left out of a plain file of more than
+        ``most`` bytes is a :class:`Gap` between two chunks.
 
         A damaged archive ends early, with ``problem`` set.
 
@@ -61,12 +72,27 @@ class LogFile:
         """
         try:
             with _opened(self.name) as stream:
+                if most is not None and isinstance(stream, io.BufferedReader) and stream.seekable():
+                    yield from _ends(stream, most)
                 while chunk := stream.read(CHUNK):
                     yield chunk
         except _DAMAGE as error:
             self.problem = f"{self.name} is damaged or incomplete ({error}): only what could be unpacked was read"
         except OSError as error:
             raise LogError(f"{self.name} cannot be read: {error.strerror or error}.") from None
+
+
+def _ends(file: io.BufferedReader, most: int) -> Iterator[bytes | Gap]:
+    """The beginning and the end of a file as it is now."""
+    for begin, end in parts(os.fstat(file.fileno()).st_size, most):
+        lines, skipped = 0, file.tell() < begin
+        while chunk := file.read(min(CHUNK, begin - file.tell())):
+            lines += chunk.count(b"\n")
+        if skipped:
+            yield Gap(lines)
+        while chunk := file.read(min(CHUNK, end - file.tell())):
+            yield chunk
+    file.seek(0, os.SEEK_END)
 
 
 @contextmanager

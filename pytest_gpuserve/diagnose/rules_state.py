@@ -219,6 +219,21 @@ def stopped(case: Case) -> Finding | None:
     return Finding("hang", "", culprits=labels, advice=advice, facts=facts, confidence=0.97, layer="process")
 
 
+def flooding(case: Case) -> Finding | None:
+    """It prints one line without end, so that nothing else comes of it: every other sign of life is that line."""
+    line = case.evidence.flood
+    if not line:
+        return None
+    return Finding(
+        "hang",
+        f"it prints one line over and over, more than a megabyte a second: {line!r}",
+        advice="Look for the loop that prints it; the stacks show where it is.",
+        facts=((f"the end of the log is this line alone: {line!r}", "log"),),
+        confidence=0.9,
+        layer="process",
+    )
+
+
 def spinning(case: Case) -> Finding | None:
     """A rank burns CPU in one place while all others wait for it, and nothing else moves: the rank is certain, and how
     certain the hang is, time tells."""

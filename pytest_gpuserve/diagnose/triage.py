@@ -98,7 +98,7 @@ class Triage:
         }
 
 
-def explain(names: Sequence[str], engine: str | None = None) -> Triage:
+def explain(names: Sequence[str], engine: str | None = None, most: int | None = None) -> Triage:
     """Read the logs of one server (per rank, per node, or one for all) and judge them together.
 
     Of a log that holds several launches the last one is judged, and the others are told of in a hint.
@@ -106,6 +106,7 @@ def explain(names: Sequence[str], engine: str | None = None) -> Triage:
     Args:
         names: paths (plain, .gz, .bz2, .xz, .zst), or ``-`` for standard input.
         engine: name of the engine; None: the log says it.
+        most: bytes of a plain log that are read, at its beginning and its end; None: all.
 
     Raises:
         LogError: a log cannot be read.
@@ -114,7 +115,7 @@ def explain(names: Sequence[str], engine: str | None = None) -> Triage:
     files = [LogFile(name) for name in names]
     readers = [Reader(rules, source, engine) for source in range(len(files))]
     for reader, file in zip(readers, files, strict=True):
-        reader.read(file.chunks())
+        reader.read(file.chunks(most))
     found = _judge(rules, [reader.session for reader in readers], names)
     more = [file.problem for file in files if file.problem]
     for reader, name in zip(readers, names, strict=True):

@@ -8,6 +8,7 @@ from typing import Final
 from ..engines import engine_names, get_engine
 from ..engines.base import LogGrammar
 from ..errors import EngineError
+from .logfile import Gap
 from .outer import strip
 from .triage_lines import LONGEST, plain
 from .triage_rules import EngineMarks, Rules
@@ -37,10 +38,13 @@ class Reader:
         """The launch that is being read: the last one of the log at its end."""
         return self.sessions[-1]
 
-    def read(self, chunks: Iterable[bytes]) -> None:
+    def read(self, chunks: Iterable[bytes | Gap]) -> None:
         """Read the whole log. Memory does not grow with it, nor with its longest line."""
         for block, whole in _blocks(chunks):
-            self._block(block, whole)
+            if isinstance(block, Gap):
+                self._line += block.lines
+            else:
+                self._block(block, whole)
         self.session.finish()
         if self.session.phases:
             self.session.phases.finish(0.0)
@@ -151,7 +155,7 @@ def grammar_of(name: str) -> LogGrammar | None:
         return None
 
 
-def _blocks(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
+def _blocks(chunks: Iterable[bytes | Gap]) -> Iterator[tuple[bytes | Gap, bool]]:
     """Blocks of whole lines, as many as fit (True), and parts of a line that goes on (False).
 
     A long line is cut at its carriage returns, so that progress bars are read however long they grow; of any other
@@ -159,6 +163,12 @@ def _blocks(chunks: Iterable[bytes]) -> Iterator[tuple[bytes, bool]]:
     """
     rest, dropping = b"", False
     for chunk in chunks:
+        if isinstance(chunk, Gap):
+            if rest:
+                yield rest, True
+            yield Gap(chunk.lines + (not rest and not dropping)), True  # the line in which it ends is passed over too
+            rest, dropping = b"", True
+            continue
         begin = 0
         if dropping:
             begin = chunk.find(b"\n") + 1

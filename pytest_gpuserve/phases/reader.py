@@ -19,6 +19,9 @@ __all__ = ["MAX_LINE", "PhaseReader", "RankPhase", "read_phases"]
 MAX_LINE: Final = 64 * 1024
 """Bytes of one line that are looked at; the rest of a longer one is counted and dropped."""
 
+MOST: Final = 16 << 20
+"""Bytes that are read of a server's log while somebody waits: an endless one has gigabytes."""
+
 MAX_RANKS: Final = 4096
 """Ranks told apart in one log, whatever it claims."""
 
@@ -81,6 +84,13 @@ class PhaseReader:
     def cut(self) -> None:
         """The log was truncated or replaced: an unfinished line stays unfinished."""
         self._pending, self._dropping = b"", False
+
+    def skip(self, count: int) -> None:
+        """The log went on by ``count`` bytes that nobody reads. What stands in them is unknown, but it is progress."""
+        self.cut()
+        self._dropping = True  # up to the end of the line
+        self.progress_bytes += count
+        self._position = (self._position or 0) + count
 
     # --- phases out
 
@@ -321,19 +331,31 @@ def read_phases(path: Path, grammar: LogGrammar) -> dict[str, RankPhase]:
     return read_log(path, grammar).ranks()
 
 
-def read_log(path: Path, grammar: LogGrammar) -> PhaseReader:
-    """A reader that has read the whole log; times as in :func:`read_phases`.
+def read_log(path: Path, grammar: LogGrammar, most: int | None = None) -> PhaseReader:
+    """A reader that has read the log as it is now; times as in :func:`read_phases`. ``most``: see :func:`parts`.
 
     Raises:
         OSError: the file cannot be read.
     """
     reader = PhaseReader(grammar)
     with path.open("rb") as file:
-        now = os.fstat(file.fileno()).st_mtime
-        while chunk := file.read(1 << 20):
-            reader.feed(chunk, now)
-    reader.finish(now)
+        status = os.fstat(file.fileno())
+        for begin, end in parts(status.st_size, most):
+            if left_out := begin - file.tell():
+                reader.skip(left_out)
+                file.seek(begin)
+            while chunk := file.read(min(1 << 20, end - file.tell())):
+                reader.feed(chunk, status.st_mtime)
+    reader.finish(status.st_mtime)
     return reader
+
+
+def parts(size: int, most: int | None) -> tuple[tuple[int, int], ...]:
+    """(begin, end) of what is read of a log of ``size`` bytes: all of it, or, where that is more than ``most``, its
+    beginning, where the start-up is, and its end."""
+    if most is None or size <= most:
+        return ((0, size),)
+    return (0, most // 2), (size - most // 2, size)
 
 
 def _first_end(data: bytes) -> int:

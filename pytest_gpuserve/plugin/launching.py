@@ -13,6 +13,7 @@ from ..errors import ServerStartError
 from ..server.leases import Lease
 from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
+from ..vocabulary import LOG_LIMIT
 from .bundles import fill
 from .evidence import SESSION_ALARM, Evidence
 from .live import Live
@@ -39,6 +40,8 @@ def launch(
         test = state.item.nodeid if state.item is not None else None
         if test is not None and not (directory / "current_test.json").exists():
             note(directory, {"test": test, "since": time.time()})  # the watcher's incident of a start names it too
+        if reason == LOG_LIMIT:  # whenever that will be
+            return incident(limits, directory, reason, None)
         return incident(limits, directory, reason, test)
 
     budget = limits.startup_timeout
@@ -52,7 +55,7 @@ def launch(
             spec,
             get_engine(spec.engine),
             parent=session_directory(),
-            limits=Limits(startup=budget, grace=limits.grace, dump=limits.dump_timeout),
+            limits=Limits(budget, limits.grace, limits.dump_timeout, limits.log_limit),
             incident=command,
             gpus=lease.gpus,
             capabilities=capabilities,

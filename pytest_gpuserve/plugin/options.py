@@ -40,6 +40,7 @@ class Settings:
         stall_timeout: seconds without any sign of progress after which a server is hung; ``auto``: learned per phase;
             None: nobody watches.
         session_deadline: moment (CLOCK_MONOTONIC) at which every server is dumped; None: no deadline.
+        log_limit: bytes of a server's log that stay on the disk, and a quarter more; 0: no limit.
         artifacts: where incidents go; None: nowhere but the state directory.
         retain: ``failure``: a bundle of every incident; ``always``: one of every server, when it is stopped, too.
         keep: so many incidents stay among the artifacts; 0: all.
@@ -58,6 +59,7 @@ class Settings:
     artifacts: Path | None
     session_deadline: float | None
     stall_timeout: float | Literal["auto"] | None = "auto"
+    log_limit: int = 1 << 30
     retain: Literal["failure", "always"] = "failure"
     keep: int = 0
     gpus: str = "auto"
@@ -250,6 +252,14 @@ OPTIONS: tuple[Option, ...] = (
         "SECONDS",
     ),
     Option(
+        "log-limit",
+        _count,
+        "1024",
+        "megabytes of a server's log: there it is dumped, and ended if it prints one line over and over; of another "
+        "only the beginning and the newest stay; 0: no limit",
+        "MB",
+    ),
+    Option(
         "gpus",
         _gpus,
         "auto",
@@ -338,6 +348,7 @@ def read_settings(config: pytest.Config) -> Settings:
         artifacts=None if where == "off" else (base / Path(where).expanduser()),
         session_deadline=monotonic(values["gpuserve_session_deadline"]),
         stall_timeout=values["gpuserve_stall_timeout"],
+        log_limit=values["gpuserve_log_limit"] << 20,
         retain=values["gpuserve_retain"],
         keep=values["gpuserve_keep_incidents"],
         gpus=values["gpuserve_gpus"],

@@ -13,6 +13,7 @@ import pytest
 
 from ..errors import GpuserveError, ServerError
 from ..text import escape
+from ..vocabulary import LOG_LIMIT
 from .bundles import fill
 from .evidence import MANUAL, SESSION_ALARM, TEST_ALARM
 from .state import ERROR, State
@@ -164,6 +165,10 @@ def _headline(found: Finding, timeout: float | None) -> str:
         reached = f"the test's timeout of {timeout:g} s was reached" if timeout else "the test's timeout was reached"
     elif SESSION_ALARM in found.fired:
         reached = "the session's deadline (--gpuserve-session-deadline) was reached"
+    elif LOG_LIMIT in found.fired:
+        reached = f"the log of {spec} reached its limit (--gpuserve-log-limit)"
+        if not found.killed and found.exit_code is None:
+            return f"{reached}: its beginning and its newest lines stay. The server was dumped, not ended."
     elif others := [name for name in found.fired if name != MANUAL]:
         reached = f"the alarm {others[0]!r} went off"
     elif found.killed:

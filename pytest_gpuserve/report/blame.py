@@ -4,9 +4,12 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
+from ..vocabulary import LOG_LIMIT
+
 EXIT_KILL = 0
 EXIT_SPARE = 75
 
+LOG_OPTION = "its limit (--gpuserve-log-limit; gpuserve run --log-limit)"
 _HEALTHY = frozenset({"ready", "slow", "degraded"})
 
 
@@ -20,6 +23,7 @@ class Witnesses:
         answers: a one-token completion, just sent, was answered; None: none could be sent.
         reachable: the health page answered; None: not asked.
         test_waits: the test's process waits for an answer from the server; None: cannot be seen.
+        flood: its log repeats one line without end.
         verdict: what the evidence says.
     """
 
@@ -28,6 +32,7 @@ class Witnesses:
     answers: bool | None = None
     reachable: bool | None = None
     test_waits: bool | None = None
+    flood: bool = False
     verdict: str = "undecided"
 
 
@@ -58,6 +63,10 @@ def _decide(reason: str, seen: Witnesses) -> Decision:
         return Decision(True, "it was not ready within its start-up budget")
     if reason == "exited":
         return Decision(False, "it had exited by itself")
+    if reason == LOG_LIMIT:
+        if seen.flood and not seen.answers:
+            return Decision(True, f"it prints one line over and over, and its log reached {LOG_OPTION}")
+        return Decision(False, f"its log reached {LOG_OPTION}; of what it prints from here on only the newest is kept")
     if seen.answers:
         return Decision(False, "it answers: a completion sent just now came back")
     if seen.broken:

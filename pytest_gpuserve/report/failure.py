@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any
 
 from ..isolation.signature import Signature
+from ..phases.reader import MOST
 
 _PRECISE = ("oom", "config", "unsupported_arch", "port")
 
@@ -49,7 +50,7 @@ def signature(
     with contextlib.suppress(Exception):  # a log that cannot be read says nothing
         from ..diagnose.triage import explain
 
-        told = explain([str(server / "server.log")], engine if engine != "command" else None)
+        told = explain([str(server / "server.log")], engine if engine != "command" else None, MOST)
         cause = frozenset({told.cause.kind} if told.cause is not None else ())
         verdict = told.verdict if told.verdict in _PRECISE and known.verdict == "crash" else known.verdict
         return Signature(verdict, known.phase or told.phase, cause)

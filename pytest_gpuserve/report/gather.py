@@ -221,6 +221,7 @@ class Scene:
     server_exit: int | None = None
     log_size: int | None = None  # bytes, when the incident began
     before: Progress | None = None  # what the watcher had seen when the incident began
+    flood: str = ""  # the line that the log repeats without end
     began: float = 0.0  # CLOCK_MONOTONIC seconds
     _locks: tuple[int, tuple[LockFact, ...]] = (0, ())
 
@@ -263,6 +264,7 @@ class Scene:
         if seen is not None and seen.state == "moving" and self.still(merged):
             seen = replace(seen, state="suspect", moving=())  # it moved before we came, and has not since
         environment = procfs.environ(pids[0]) if pids else {}
+        self.flood = logs.flood(record.log, self.log_size)
         return Evidence(
             reason=self.reason,
             after=self.after,
@@ -287,6 +289,7 @@ class Scene:
             front=self.front,
             requests=requests_in_flight(record.directory),
             test=self.test,
+            flood=self.flood,
         )
 
 

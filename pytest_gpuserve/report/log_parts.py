@@ -3,6 +3,7 @@ and the last lines. Redacted and escaped where people read them."""
 
 from __future__ import annotations
 
+import os
 from collections.abc import Iterator
 from contextlib import suppress
 from pathlib import Path
@@ -48,7 +49,7 @@ def write_rest(stores: Stores, redactor: Redactor, log: Path, cause: int | None)
 
 def _around(file: BinaryIO, cause: int) -> Iterator[bytes]:
     """Lines near one, each with its number; only the beginning of a very long line."""
-    number, read, fresh = 1, 0, True
+    number, read, fresh = _skip(file, max(0, cause - AROUND - 1)) + 1, 0, True
     while number <= cause + AROUND and read < _MOST and (line := file.readline(_LONGEST)):
         read += len(line)
         whole = line.endswith(b"\n")
@@ -56,6 +57,22 @@ def _around(file: BinaryIO, cause: int) -> Iterator[bytes]:
             yield b"%s%d: %s%s" % (b"> " if number == cause else b"  ", number, line, b"" if whole else b"\n")
         fresh = whole
         number += whole
+
+
+def _skip(file: BinaryIO, lines: int) -> int:
+    """Go on by so many lines, a block at a time; how many there were."""
+    left = lines
+    while left and (block := file.read(1 << 20)):
+        ends = block.count(b"\n")
+        if ends < left:
+            left -= ends
+            continue
+        at = -1
+        for _ in range(left):
+            at = block.find(b"\n", at + 1)
+        file.seek(at + 1 - len(block), os.SEEK_CUR)
+        left = 0
+    return lines - left
 
 
 def _write(stores: Stores, redactor: Redactor, name: str, text: str) -> None:

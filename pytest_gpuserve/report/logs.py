@@ -2,21 +2,28 @@
 
 from __future__ import annotations
 
+import os
 import re
+import time
 from collections import Counter, defaultdict
 from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Final
 
 from ..diagnose import triage
 from ..diagnose.evidence import LogFact
 from ..engines.base import PAGE_ASKED, Engine, LogGrammar, Rank
-from ..phases.reader import RankPhase, read_log
+from ..phases.reader import MOST, RankPhase, read_log
 from ..server.readiness import end_of_log
 from ..server.record import ServerRecord
 
 _TAIL_BYTES = 256 << 10
+FLOOD: Final = 1e6
+"""Bytes a second that no log grows by whose lines somebody is to read."""
+_FLOOD_TAIL, _REPEATS, _LOOK = 64 << 10, 50, 0.5  # bytes; lines; seconds
+_DIGITS = re.compile(r"\d+")
 _MISSING = re.compile(r"No such file or directory: '([^']+)'")
 _FATAL = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
 
@@ -34,13 +41,13 @@ class Log:
 
 
 def read(record: ServerRecord, grammar: LogGrammar | None) -> Log:
-    """Phases from the whole log, last lines from its end."""
+    """Phases from the whole log (from both ends of a very long one), last lines from its end."""
     phases: Mapping[str, RankPhase] = {}
     pids: Mapping[int, Rank] = {}
     server: RankPhase | None = None
     if grammar is not None:
         with suppress(OSError):
-            reader = read_log(record.log, grammar)
+            reader = read_log(record.log, grammar, MOST)
             phases, pids, server = reader.ranks(), reader.pids, reader.server
     tail = _tail(record.log)
     return Log(phases, _by_rank(tail, grammar), tail, pids, server)
@@ -56,7 +63,7 @@ class Said:
 
 def said(record: ServerRecord) -> Said:
     """What the log says of a failure."""
-    found = triage.explain([str(record.log)], record.engine)
+    found = triage.explain([str(record.log)], record.engine, MOST)
     facts = [LogFact(text, "log") for text in found.degraded]
     facts += [LogFact(text, "log", hint=True) for text in found.hints if "gpuserve " not in text]  # no how-to of ours
     if found.cause is None or found.verdict not in _FATAL:
@@ -82,15 +89,44 @@ def _named(record: ServerRecord, line: str) -> bool:
 
 
 def said_more(path: Path, since: int, engine: Engine | None) -> bool:
-    """The log has lines after byte ``since`` that are no heartbeats (access lines of pages that we ask for are)."""
+    """The log has lines after byte ``since`` that are no heartbeats (access lines of pages that we ask for are), or
+    was cut at its limit meanwhile."""
     try:
         with path.open("rb") as log:
+            if log.seek(0, os.SEEK_END) < since:
+                return True
             log.seek(since)
             lines = log.read(1 << 20).splitlines()
     except OSError:
         return True
     beats = engine.grammar.heartbeats if engine else (PAGE_ASKED,)
     return any(line.strip() and not any(beat.search(line) for beat in beats) for line in lines)
+
+
+def flood(path: Path, since: int | None) -> str:
+    """The line that a log repeats without end (digits may differ); "" where it does not, or slower than 1 MB/s.
+
+    ``since``: its size a while ago; one that has not changed is not looked at. Takes half a second at most.
+    """
+    if since is None or size_of(path) in (None, since):
+        return ""
+    lines, _ = end_of_log(path, _FLOOD_TAIL)
+    whole = [line.strip() for line in lines[1:-1] if line.strip()]
+    shapes = Counter(_DIGITS.sub("#", line) for line in whole)
+    shape, count = next(iter(shapes.most_common(1)), ("", 0))
+    if len(whole) < _REPEATS or count < 0.95 * len(whole) or not _rushes(path):
+        return ""
+    return next(line for line in reversed(whole) if _DIGITS.sub("#", line) == shape)[:200]
+
+
+def _rushes(path: Path) -> bool:
+    """It grows by :data:`FLOOD`. Looked at often: it is cut at its limit meanwhile, again and again."""
+    grown, size, until = 0, size_of(path) or 0, time.monotonic() + _LOOK
+    while grown < FLOOD * _LOOK and time.monotonic() < until:
+        time.sleep(0.01)
+        before, size = size, size_of(path) or 0
+        grown += max(0, size - before)
+    return grown >= FLOOD * _LOOK
 
 
 def size_of(path: Path) -> int | None:

@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from ..diagnose.merge import format_ranks
 from ..diagnose.model import Gone
-from ..vocabulary import PHASES
+from ..vocabulary import LOG_LIMIT, PHASES
 from .markdown import block, code, plain
 
 REASONS: Final = {
@@ -17,6 +17,7 @@ REASONS: Final = {
     "request_timeout": "a request timed out",
     "no_progress": "nothing moved",
     "session_deadline": "the session's deadline was reached",
+    LOG_LIMIT: "its log reached its limit",
     "exited": "it ended by itself",
     "manual": "asked for",
     "end": "its time was over",

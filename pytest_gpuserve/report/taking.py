@@ -330,6 +330,7 @@ class Taking:
             answers=self._scene.answers,
             reachable=self._probe.reachable if self._probe else None,
             test_waits=self._waits,
+            flood=bool(self._scene.flood),
             verdict=judgement.verdict,
         )
 

@@ -27,6 +27,7 @@ from ..errors import EngineError, ServerStartError, SpecError
 from ..procfs import ProcessId
 from ..spec import ServerSpec
 from ..text import escape
+from ..vocabulary import LOG_LIMIT
 from . import ports
 from .api_key import authorise
 from .control import Control, sweep_cookie
@@ -48,11 +49,15 @@ _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 @dataclass(frozen=True, slots=True)
 class Limits:
-    """Seconds. ``startup``: from launch to ready. ``grace``: from SIGTERM to SIGKILL. ``dump``: for one incident."""
+    """Seconds. ``startup``: from launch to ready. ``grace``: from SIGTERM to SIGKILL. ``dump``: for one incident.
+
+    ``log``: bytes of the server's log: never more than a quarter above it stay on the disk; 0: no limit.
+    """
 
     startup: float = 1800.0
     grace: float = 10.0
     dump: float = 30.0
+    log: int = 1 << 30
 
 
 def start(
@@ -75,7 +80,8 @@ def start(
 
     Args:
         parent: where the server's directory is made.
-        incident: what the supervisor runs when the start-up budget is over, and the handle when a request times out.
+        incident: what the supervisor runs when the start-up budget is over or the log reaches its limit, and the handle
+            when a request times out.
         gpus: become CUDA_VISIBLE_DEVICES; empty: that stays as it is.
         capabilities: compute capabilities of the GPUs that it will have; empty: not known, so nothing is refused.
         port: None: a free one.
@@ -120,6 +126,8 @@ def start(
             "env": environment(spec, launch, gpus, record.directory / "markers"),
             "cwd": str(cwd),
             "log": str(record.log),
+            "log_limit": limits.log,
+            "log_alarm": {"name": LOG_LIMIT, "argv": incident(record.directory, LOG_LIMIT), "limit": limits.dump},
             "keep": list(pass_fds),
             "alarms": [alarm],
         }

@@ -34,6 +34,7 @@ RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SI
 LINE_LIMIT, CLIENT_LIMIT = 1 << 20, 16  # bytes of a request, or of events that a full disk keeps waiting; clients
 IN_MOVED_TO, IN_CREATE = 0x80, 0x100
 TREE_START, TREE_SILENCE = 10.0, 1.5  # seconds
+FASTEST = 1e9  # bytes a second that a server may print: how soon its log must be looked at again
 STARVED = 0.75
 """Part of its limit that a dump gets on top while it waits for a CPU: a busy machine must not cost the stacks."""
 
@@ -138,6 +139,37 @@ class Loop:
         for fd, _ in self.poller.poll(max(0, int((until - time.monotonic()) * 1000) + 1)):
             if handler := self.handlers.get(fd):  # not closed meanwhile
                 handler()
+
+
+class Log:
+    """The server's output: where it reaches its limit, and the knife that keeps it there.
+
+    Its first ``most`` bytes stay. What comes after them is cut away whenever it is a quarter of that, and a line in the
+    log says so; the server appends, and so goes on where the cut is. ``most`` 0: there is no limit.
+    """
+
+    def __init__(self, path: str, most: int) -> None:
+        self.path, self.most, self.fd = path, most, -1
+        self.next_look, self.full, self.cut = 0.0 if most else float("inf"), False, 0
+
+    def look(self, now: float) -> bool:
+        """Cut what is too much; True when it has reached its limit for the first time."""
+        if now < self.next_look:
+            return False
+        most, size = self.most + self.most // 4, 0
+        with suppress(OSError):
+            if self.fd < 0:  # kept: the file may lose its name, and be written all the same
+                self.fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
+            size = os.fstat(self.fd).st_size
+            if size > most:
+                os.ftruncate(self.fd, self.most)
+                self.cut += size - self.most
+                told = f"\n[gpuserve: {self.cut} bytes are left out here: this log reached its limit (log-limit)]\n"
+                os.write(self.fd, told.encode())
+                size = self.most
+        self.next_look = now + min(1.0, max(0.02, (most - size) / FASTEST))
+        first, self.full = not self.full and size >= self.most, self.full or size >= self.most
+        return first
 
 
 class Journal:

@@ -18,6 +18,7 @@ from typing import Any
 from ..engines.base import ReadyProbe
 from ..errors import GpuserveError, ServerStartError
 from ..text import escape
+from ..vocabulary import LOG_LIMIT
 from . import ports
 from .control import Control, Event, SupervisorGoneError, sweep_cookie
 from .record import ServerRecord, processes
@@ -346,7 +347,9 @@ class _Wait:
             verdict, directory = str(found[-1].get("verdict") or "hang"), found[-1].get("incident")
             text = str(found[-1].get("text") or text)
             text += where_it_is(directory, text)
-        what = "was ended" if alarm == "session_deadline" else "stopped making progress"
+        what = "stopped making progress"
+        if alarm in (LOG_LIMIT, "session_deadline"):
+            what = f"was ended ({alarm})"
         if alarm == "startup_budget":
             what = f"was not ready within {budget}"
             if self._unknown is not None:

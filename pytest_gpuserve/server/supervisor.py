@@ -2,7 +2,8 @@
 
 Standard library only, nothing of the package: it runs when pytest is wedged, dying or dead. One thread, one poll loop,
 no call that can block; to end the server's processes it asks tree.py, a process that may get stuck and be replaced.
-Configuration: directory, cookie, owners [[pid, start]], grace, argv, env (None removes), cwd, log, alarms.
+Configuration: directory, cookie, owners [[pid, start]], grace, argv, env (None removes), cwd, log, alarms; log_limit in
+bytes (0: none) and log_alarm, which goes off when the log reaches it.
 """
 
 # ruff: noqa: PTH109
@@ -108,6 +109,7 @@ class Supervisor:
         self.loop.watch(wake, lambda: os.read(wake, 4096))
         if (made := watch_folder(SHM)) >= 0:
             self.loop.watch(made, partial(self.shm_made, made))
+        self.log = loop.Log(config["log"], int(config.get("log_limit", 0)))
         self.listener = Listener(self.loop, "supervisor.sock", self.answer)
 
     def run(self) -> int:
@@ -132,13 +134,15 @@ class Supervisor:
     def due(self) -> float:
         """When to look again, if nothing happens."""
         busy = self.unpinned or self.killing or self.journal.waiting
-        times = [time.monotonic() + (0.1 if busy else 1.0)]
+        times = [time.monotonic() + (0.1 if busy else 1.0), self.log.next_look]
         times += [self.tree.limit] if self.tree.asked else [] if self.dump or self.killing else [self.next_look]
         times += [self.dump.until] if self.dump else [alarm.deadline for alarm in self.alarms.values()]
         return min(times)
 
     def tick(self, now: float) -> None:
         self.journal.flush()
+        if self.log.look(now) and not self.killing:
+            self.answer({"do": "fire", **self.config["log_alarm"]})
         if self.unpinned:
             self.check_owners()
         if self.tree.asked and now >= self.tree.limit:

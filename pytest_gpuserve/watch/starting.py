@@ -83,7 +83,7 @@ class Starting:
             self._gpus.ask()
         ranks: dict[str, RankPhase] = {}
         if self._log is not None:
-            self._log.poll(time.monotonic(), limit=8 << 20)
+            self._log.poll(time.monotonic(), limit=2 << 20)
             ranks = self._reader.ranks()
         mine = gpu.visible(self._gpus.last, self._visible or None) if self._gpus is not None else ()
         mine = mine[: self._record.spec.tp]

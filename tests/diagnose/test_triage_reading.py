@@ -514,3 +514,19 @@ def test_a_draft_of_another_hidden_size_has_a_hint_at_the_draft(read):
     )
     assert (found.verdict, found.cause and found.cause.kind) == ("crash", "shapes_do_not_fit")
     assert any("draft" in hint and "hidden size" in hint for hint in found.hints)
+
+
+@pytest.mark.parametrize("noise", [b"noise\n", b"n" * 3000 + b"\n", b"\n", b"n" * 700_000 + b"\n"])
+def test_of_a_very_long_log_both_ends_are_read_and_lines_keep_their_numbers(read, noise):
+    filler = noise * (3_000_000 // len(noise))
+    text = BEGIN.encode() + filler + OOM.encode()
+    whole, ends = read(text), read(text, most=1 << 20)
+    assert (ends.engine, ends.verdict, ends.cause) == (whole.engine, "oom", whole.cause)
+    assert ends.cause.number == BEGIN.count("\n") + filler.count(b"\n") + 4
+    assert read(text, most=len(text)).cause == whole.cause
+
+
+def test_what_is_left_out_of_a_log_is_not_read(read):
+    text = BEGIN + "noise\n" * 200_000 + OOM + "noise\n" * 200_000
+    assert read(text).verdict == "oom"
+    assert read(text, most=100_000).verdict == "stalled"

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -707,3 +708,17 @@ def test_who_ended_by_the_way_is_no_crash_of_a_server_that_lives(dumps):
     lost = (Departure("TP1", 5, 1.0, -9),)
     found = judge(Evidence(rounds=[members[:2]], departures=lost, requests=0))
     assert (found.verdict, found.culprits) == ("crash", ("TP1",))
+
+
+def test_one_line_over_and_over_is_a_hang(dumps):
+    """Its log grows, its CPU is used: all signs of life are that one line. A rank that is gone is the better cause."""
+    moving = Progress("moving", still=0.0, window=30.0, last="log", moving=("log", "(CPU of TP0)"))
+    evidence = Evidence(reason="log_limit", rounds=[dumps.same(2, dumps.ELSEWHERE)], progress=moving, flood="retry 7")
+    found = judge(evidence)
+    assert found.verdict == "hang"
+    assert found.text.startswith(
+        "hang: it prints one line over and over, more than a megabyte a second: 'retry 7'; TP0-1 are in crunch"
+    )
+    assert judge(replace(evidence, flood="")).verdict == "slow"
+    assert judge(replace(evidence, answers=True)).verdict == "ready"
+    assert judge(replace(evidence, server_exit=1)).verdict == "crash"

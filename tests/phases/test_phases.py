@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.engines.base import LogGrammar
 from pytest_gpuserve.phases.log_follower import LogFollower
-from pytest_gpuserve.phases.reader import MAX_LINE, PhaseReader, RankPhase, read_phases
+from pytest_gpuserve.phases.reader import MAX_LINE, PhaseReader, RankPhase, read_log, read_phases
 
 LOGS = Path(__file__).parent.parent / "data" / "logs"
 EXPECTED = json.loads((LOGS / "phases.json").read_text())
@@ -474,6 +474,48 @@ class TestFollower:
         assert shown(follower.reader.ranks()["TP0"]) == "weight_load over"
         follower.close()
 
+    def test_a_cut_end(self, tmp_path: Path) -> None:
+        """A log that reached its limit loses its end: nothing of its beginning happens again."""
+        path = tmp_path / "log"
+        begin = sglang("TP0", "Load weight begin.") + sglang("TP0", "Load weight end.") + b"x" * 5000 + b"\n"
+        path.write_bytes(begin + b"noise\n" * 100)
+        follower = LogFollower(path, PhaseReader(SGLANG))
+        follower.poll(0.0)
+        os.truncate(path, len(begin))
+        follower.poll(1.0)
+        with path.open("ab") as file:
+            file.write(sglang("TP0", "Capture cuda graph begin."))
+        follower.poll(2.0)
+        found = follower.reader.ranks()["TP0"]
+        assert (names(found), shown(found)) == (["spawn", "weight_load"], "cuda_graph")
+        follower.close()
+
+    def test_what_is_written_faster_than_it_is_read_is_passed_over(self, tmp_path: Path) -> None:
+        """Its beginning is read, and then its end; how much it grew is known to the byte."""
+        path = tmp_path / "log"
+        path.write_bytes(sglang("TP0", "Load weight begin.") + b"noise\n" * (4 << 20) + b"half a line")
+        follower = LogFollower(path, PhaseReader(SGLANG))
+        size = path.stat().st_size
+        assert follower.poll(0.0, limit=1 << 20) > size - (2 << 20)
+        assert shown(follower.reader.ranks()["TP0"]) == "weight_load"
+        follower.poll(1.0, limit=1 << 20)
+        with path.open("ab") as file:
+            file.write(b"\n" + sglang("TP0", "Load weight end."))
+        assert follower.poll(2.0, limit=1 << 20) < 100
+        assert shown(follower.reader.ranks()["TP0"]) == "weight_load over"
+        follower.close()
+
+    def test_a_burst_loses_nothing(self, tmp_path: Path) -> None:
+        """Eight polls' worth at once: every line of it is read."""
+        path = tmp_path / "log"
+        shard = b"[2026-02-11 10:00:01 TP0] Load weight begin.\n"
+        path.write_bytes(b"noise\n" * (1 << 20) + shard + b"noise\n" * (300 << 10))
+        follower = LogFollower(path, PhaseReader(SGLANG))
+        while follower.poll(0.0, limit=1 << 20):
+            pass
+        assert shown(follower.reader.ranks()["TP0"]) == "weight_load"
+        follower.close()
+
     def test_a_limit(self, tmp_path: Path) -> None:
         path = tmp_path / "log"
         path.write_bytes(b"x\n" * (2 << 20))
@@ -483,6 +525,15 @@ class TestFollower:
             pass
         assert follower.reader.progress_bytes == 2 << 20
         follower.close()
+
+
+def test_of_a_log_of_gigabytes_both_ends_are_read(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    begin, middle, end = (sglang(f"TP{n}", "Load weight begin.") for n in range(3))
+    path.write_bytes(begin + b"noise\n" * 50_000 + middle + b"noise\n" * 50_000 + end)
+    assert list(read_log(path, SGLANG).ranks()) == ["TP0", "TP1", "TP2"]
+    assert list(read_log(path, SGLANG, most=100_000).ranks()) == ["TP0", "TP2"]
+    assert read_log(path, SGLANG, most=100_000).progress_bytes > 500_000
 
 
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "llama_cpp", "sim", "command"])

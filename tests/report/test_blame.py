@@ -52,6 +52,24 @@ def test_no_progress(seen, kill):
     assert decide("no_progress", Witnesses(**seen)).kill is kill
 
 
+@pytest.mark.parametrize(
+    ("seen", "kill"),
+    [
+        ({}, False),
+        ({"answers": False, "reachable": False}, False),
+        ({"flood": True}, True),
+        ({"flood": True, "answers": False}, True),
+        ({"flood": True, "answers": True}, False),
+        ({"flood": True, "soft": True}, False),
+    ],
+)
+def test_a_log_at_its_limit_ends_only_who_prints_one_line_for_ever(seen, kill):
+    """Its size is bounded in any case, so a start-up that prints much, for debugging, goes on; the option is named."""
+    decision = decide("log_limit", Witnesses(**seen))
+    assert decision.kill is kill
+    assert "--gpuserve-log-limit" in decision.why
+
+
 @pytest.mark.parametrize("reason", ["startup_budget", "no_progress", *OTHERS])
 def test_soft_kills_nothing_and_says_what_it_would_have_done(reason):
     decision = decide(reason, Witnesses(soft=True, broken=("TP1",)))

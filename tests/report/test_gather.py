@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import json
 import os
+import threading
 import time
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,9 +16,37 @@ from pytest_gpuserve import procfs
 from pytest_gpuserve.diagnose.evidence import Departure, Progress
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.engines.base import Rank
-from pytest_gpuserve.report import gather, logs
+from pytest_gpuserve.report import gather, log_parts, logs
 from pytest_gpuserve.server.record import ServerRecord, boot_id
 from pytest_gpuserve.spec import ServerSpec
+
+Writing = Callable[[str, str], Path]
+
+
+@pytest.fixture
+def writing(tmp_path: Path) -> Iterator[Writing]:
+    """Writes a log, and then goes on with more, 200 times a second, cutting it again and again."""
+    over, threads = threading.Event(), list[threading.Thread]()
+
+    def write(path: Path, more: str) -> None:
+        size = path.stat().st_size
+        while not over.wait(0.005):
+            with path.open("a") as file:
+                file.write(more)
+            if path.stat().st_size > size + (1 << 20):
+                os.truncate(path, size)
+
+    def begin(first: str, more: str) -> Path:
+        path = tmp_path / f"log{len(threads)}"
+        path.write_text(first)
+        threads.append(threading.Thread(target=write, args=(path, more)))
+        threads[-1].start()
+        return path
+
+    yield begin
+    over.set()
+    for thread in threads:
+        thread.join()
 
 
 @pytest.fixture
@@ -152,3 +182,54 @@ def test_who_ended_by_itself_is_read_in_order_and_no_more(record):
     killing = {"event": "killing", "time": 1.0, "monotonic": 9.0, "why": "stop"}
     (record.directory / "events.jsonl").write_text(json.dumps(killing) + "\n")
     assert gather.departures(record, ranks) == (Departure("TP1", 11, 5.0, -9), Departure("TP0", 10, 7.5))
+
+
+@pytest.mark.parametrize(
+    ("lines", "told"),
+    [
+        (["waiting"], "waiting"),
+        (["2026-11-30 05:19:{n} ERROR try {n} failed"], "2026-11-30 05:19:99 ERROR try 99 failed"),
+        (["one", "two"], ""),
+        (["", "waiting"], "waiting"),
+        ([], ""),
+    ],
+)
+def test_a_flood_is_one_line_over_and_over(writing: Writing, lines: list[str], told: str) -> None:
+    text = "".join(f"{line}\n".format(n=n) for n in range(100) for line in lines)
+    path = writing("something\nelse\n" * 10_000 + text * 100, text * 100)
+    assert logs.flood(path, 0) == told
+    assert logs.flood(path, 1 << 40) == told  # it was cut at its limit meanwhile
+    assert logs.flood(path, None) == logs.flood(path.with_name("no"), 0) == ""
+
+
+def test_a_few_long_lines_are_no_flood(writing: Writing) -> None:
+    line = "x" * 5000 + "\n"
+    assert logs.flood(writing(line * 1000, line * 100), 0) == ""
+
+
+def test_what_repeats_itself_slowly_is_no_flood(writing: Writing) -> None:
+    path = writing("GET /health\n" * 50_000, "GET /health\n")
+    assert logs.flood(path, 0) == ""
+    path = writing("GET /health\n" * 50_000, "")
+    assert logs.flood(path, path.stat().st_size) == ""
+
+
+def test_a_log_that_was_cut_meanwhile_has_said_more(tmp_path: Path) -> None:
+    path = tmp_path / "log"
+    path.write_text("one\n")
+    assert logs.said_more(path, 1000, None)
+    assert not logs.said_more(path, 4, None)
+
+
+def test_the_cause_is_found_far_down_a_log(tmp_path: Path) -> None:
+    """A line by its number, whatever stands before it."""
+    path = tmp_path / "log"
+    path.write_bytes(b"noise\n" * 700_000 + b"the cause\n" + b"noise\n" * 100)
+    with path.open("rb") as file:
+        around = b"".join(log_parts._around(file, 700_001)).splitlines()
+    assert len(around) == 2 * log_parts.AROUND + 1
+    assert around[log_parts.AROUND] == b"> 700001: the cause"
+    assert around[0] == b"  699941: noise"
+    with path.open("rb") as file:
+        assert b"".join(log_parts._around(file, 3)).splitlines()[2] == b"> 3: noise"
+        assert not list(log_parts._around(file, 2_000_000))

@@ -102,13 +102,15 @@ def serve(spec: Callable[..., ServerSpec]) -> Iterator[Callable[..., Server]]:
     """Starts serve.py; keywords are those of lifecycle.start, of Limits, or ``spec`` (a mapping of spec keys)."""
     servers: list[Server] = []
 
-    def launch(*what: str, startup: float = 60, grace: float = 0.5, dump: float = 10, **options: Any) -> Server:
+    def launch(
+        *what: str, startup: float = 60, grace: float = 0.5, dump: float = 10, log: int = 1 << 30, **options: Any
+    ) -> Server:
         options.setdefault("incident", lambda directory, reason: [])
         server = start(
             spec(*what, **options.pop("spec", {})),
             get_engine("command"),
             parent=session_directory(),
-            limits=Limits(startup=startup, grace=grace, dump=dump),
+            limits=Limits(startup=startup, grace=grace, dump=dump, log=log),
             **options,
         )
         servers.append(server)

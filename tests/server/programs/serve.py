@@ -36,6 +36,10 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if self.path.startswith("/status/"):
             self.answer(int(self.path.rpartition("/")[2]), b"{}")
             return
+        if self.path == "/flood":
+            print_for_ever()
+            self.answer(200, b"{}")
+            return
         if self.path == "/die":
             os._exit(7)
         if self.path == "/reset":
@@ -146,6 +150,10 @@ def half_dead():
     subprocess.Popen([sys.executable, "-c", f"import ctypes,threading,time\n{thread}", tag, "half_dead"])
 
 
+def print_for_ever():
+    threading.Thread(target=lambda: [os.write(1, b"noise\n" * 100) for _ in iter(int, 1)], daemon=True).start()
+
+
 def make_shm(name):
     """A file in /dev/shm, mapped and kept by name as engines do, that nobody will unlink."""
     fd = os.open(f"/dev/shm/{name}", os.O_RDWR | os.O_CREAT, 0o600)
@@ -237,7 +245,7 @@ if __name__ == "__main__":
         elif name == "binary":
             os.write(1, os.urandom(200_000) + b"\n")
         elif name == "endless":
-            threading.Thread(target=lambda: [os.write(1, b"noise\n" * 100) for _ in iter(int, 1)], daemon=True).start()
+            print_for_ever()
         elif name == "hang":
             time.sleep(600)
         elif name == "deaf":
