@@ -110,7 +110,7 @@ class _Run:
         self._starting: Starting | None = None
         self._directory: Path | None = None
         self._note = ""
-        self._due = 0.0
+        self._due = self._launched = 0.0
         self._told = 0
         self._incidents = 0
         words = list(arguments.words)
@@ -152,6 +152,7 @@ class _Run:
         if text := sweep_dead_sessions().text:
             screen.say(text)
         watcher = start_watcher(session_directory(), self._watch())
+        self._launched = time.monotonic()
         try:
             try:
                 server = start(
@@ -176,8 +177,8 @@ class _Run:
 
     def _serve(self, server: Server) -> int:
         """From ready to its end."""
-        began = time.time() - server.record.started
-        self._screen.say(f"{server.spec.id} is ready after {began:.0f} s at {server.url}; Ctrl-C ends it.")
+        took = time.monotonic() - self._launched
+        self._screen.say(f"{server.spec.id} is ready after {took:.0f} s at {server.url}; Ctrl-C ends it.")
         canary = Canary(server.record, self._engine.ready(server.spec), self._arguments.probe_every, self._screen.say)
         canary.start()
         try:

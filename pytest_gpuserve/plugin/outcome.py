@@ -49,6 +49,19 @@ class Outcome:
             if ERROR in item.stash:
                 del item.stash[ERROR]  # of an earlier attempt
         self._set_properties()
+        self._fail_with_the_server()
+
+    def _fail_with_the_server(self) -> None:
+        """A phase that went on to its end has failed when its time was over, or its server was ended: said before the
+        report is made, so that xfail, strict or not, judges it as any other failure."""
+        fatal = [found for _, found in self._findings if found.killed or TEST_ALARM in found.fired]
+        if self._call.excinfo is None and fatal:
+            try:
+                pytest.fail(
+                    f"{self._item.nodeid} went on to its end, but {_headline(fatal[0], self._timeout())}", pytrace=False
+                )
+            except pytest.fail.Exception:
+                self._call.excinfo = pytest.ExceptionInfo.from_current()
 
     def _take(self, slot: Slot) -> Finding | None:
         if slot.evidence.went_off():
@@ -61,10 +74,6 @@ class Outcome:
 
     def apply(self, report: pytest.TestReport) -> pytest.TestReport:
         """Change the report of the phase, and remember what it means for the servers."""
-        fatal = [found for _, found in self._findings if found.killed or TEST_ALARM in found.fired]
-        if report.passed and fatal:
-            report.outcome = "failed"
-            report.longrepr = f"{self._item.nodeid} went on to its end, but {_headline(fatal[0], self._timeout())}"
         text = "\n\n".join(part for _, found in self._findings if (part := self._text(found)))
         if text:
             report.sections.append(("gpuserve", text))

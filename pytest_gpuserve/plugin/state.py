@@ -49,7 +49,6 @@ class State:
         pool: made by the first request for a server.
         pending: tests still to come, by the key of the server they want.
         planned: the tests selected, in order.
-        began: seconds since the epoch.
         page: the session's HTML page, once it is written.
         say: shows a line of foreign text at once; a worker of pytest-xdist has it shown by its controller.
     """
@@ -63,7 +62,7 @@ class State:
         self.pool: Pool | None = None
         self.pending: Counter[str] = Counter()
         self.planned: list[pytest.Item] = []
-        self.began = time.time()
+        self._began = time.time(), time.monotonic()
         self.page: Path | None = None
         self.say: Callable[[str], None] = self._say
         if sent := self._sent_by_controller():
@@ -74,6 +73,13 @@ class State:
 
         if not self.is_worker:
             say(self.config, text)
+
+    @property
+    def began(self) -> float:
+        """When the session began, in seconds since the epoch, by the wall clock as it was then or as it is now: the
+        earlier, so that what came since is known as ours though the clock was set meanwhile."""
+        wall, monotonic = self._began
+        return min(wall, time.time() - (time.monotonic() - monotonic))
 
     @cached_property
     def clock(self) -> Clock:

@@ -25,7 +25,6 @@ class Controller:
 
     def __init__(self, state: State) -> None:
         self._state = state
-        self._began = time.time()
         self._over = threading.Event()
 
     @pytest.hookimpl(optionalhook=True)
@@ -105,12 +104,14 @@ class Controller:
         manager.subset_hook_caller("pytest_runtest_logreport", others)(report=told)
 
     def _incidents(self, test: str) -> Iterator[Mapping[str, Any]]:
+        """Of servers that this session's workers started: an earlier one may have had the same test."""
+        from ..server.owned import owned_by
         from ..server.paths import state_root
 
+        me = process_id(os.getpid())
         for path in sorted(state_root().glob("sessions/*/*/incidents.jsonl")):
-            for entry in _lines(path):
-                if entry.get("test") == test and float(entry.get("time") or 0) >= self._began:
-                    yield entry
+            if me is not None and owned_by(me, path.parent):
+                yield from (entry for entry in _lines(path) if entry.get("test") == test)
 
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:

@@ -55,6 +55,7 @@ DYING = 1.0
 ORPHAN_GRACE = 0.5
 """Seconds that the processes get which a server left that ended by itself."""
 
+_ENDS = ("killing", "exited")
 _GIVE_UP = 20.0  # seconds after SIGKILL until the supervisor reports what would not die, and a margin
 
 
@@ -153,20 +154,19 @@ class Server:
             self._session.trust_env = False
             self._session.headers.update(self.record.headers)
         options.setdefault("timeout", TIMEOUT)
-        since = len(self.control.events())
         watched = self._requests.one() if method.upper() == "POST" else nullcontext()
         try:
             with watched:
                 response = self._session.request(method, self.url + path, **options)
         except _lost() as error:
-            raise (self._timed_out if _silent(error) else self._broken)(error, since) from error
-        if response.status_code in (500, 502, 503, 504) and (fate := self._fate_soon(since)):
+            raise (self._timed_out if _silent(error) else self._broken)(error) from error
+        if response.status_code in (500, 502, 503, 504) and (fate := self._fate_soon(DYING)):
             raise fate
         if options.get("stream"):
-            self._guard(response, since)
+            self._guard(response)
         return response
 
-    def _guard(self, response: requests.Response, since: int) -> None:
+    def _guard(self, response: requests.Response) -> None:
         """A streamed answer breaks, or stops, where the test reads it: it gets the same errors there."""
         read = response.iter_content
 
@@ -175,31 +175,28 @@ class Server:
                 with self._requests.one():
                     yield from read(*args, **options)
             except _lost() as error:
-                raise (self._timed_out if _silent(error) else self._broken)(error, since) from error
+                raise (self._timed_out if _silent(error) else self._broken)(error) from error
 
         response.iter_content = iter_content  # type: ignore[method-assign]
 
-    def _broken(self, error: requests.RequestException, since: int) -> Exception:
+    def _broken(self, error: requests.RequestException) -> Exception:
         """What a broken connection means: look, for a moment, whether the server has ended and why. One that refuses
         connections is about to: after a worker's death vLLM 0.32 stops listening seconds before it exits."""
-        patience = 15.0 if "Connection refused" in str(error) else 1.0
-        self.control.wait(lambda events: any(e.kind in ("killing", "exited") for e in events[since:]), patience)
-        return self._fate(since) or error
+        return self._fate_soon(15.0 if "Connection refused" in str(error) else 1.0) or error
 
-    def _fate_soon(self, since: int) -> ServerError | None:
-        """For a front end that answers for dead workers: it is about to end itself, often within the second."""
-        ends = ("killing", "exited")
-        if self.control.wait(lambda events: any(e.kind in ends for e in events[since:]), DYING):
-            return self._fate(since)
+    def _fate_soon(self, patience: float) -> ServerError | None:
+        """The error for a server that has ended, or is being ended, within ``patience`` seconds: a front end that
+        answers for dead workers is about to end itself, often within the second."""
+        self.control.wait(lambda events: any(event.kind in _ENDS for event in events), patience)
         return self._ended()
 
-    def _fate(self, since: int) -> ServerError | None:
+    def _fate(self) -> ServerError | None:
         """The error for a server that has ended; None while it runs."""
         alive = self.control.alive()
         settle(self.control, 0, self._dump_limit + _GIVE_UP)
         events = self.control.events()
         found = {event.kind: event for event in reversed(events)}
-        end = next((event.kind for event in events if event.kind in ("killing", "exited")), None)
+        end = next((event.kind for event in events if event.kind in _ENDS), None)
         if end == "killing":
             why = found["killing"].data
             if why["why"] == "alarm":
@@ -235,7 +232,7 @@ class Server:
             incident=directory,
         )
 
-    def _timed_out(self, error: requests.RequestException, since: int) -> Exception:
+    def _timed_out(self, error: requests.RequestException) -> Exception:
         """A request ran into its timeout: take an incident, which decides whether the server is to blame."""
         if fate := self._ended():
             return fate
@@ -257,7 +254,7 @@ class Server:
         return type(error)(f"{error}{where}", request=error.request, response=error.response)
 
     def _ended(self) -> ServerError | None:
-        return self._fate(0) if self.control.last("killing", "exited") or not self.control.alive() else None
+        return self._fate() if self.control.last(*_ENDS) or not self.control.alive() else None
 
     # What it says of itself
 

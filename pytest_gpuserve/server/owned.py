@@ -32,11 +32,23 @@ def stop_servers_of(controller: ProcessId, told: set[Path]) -> None:
                 told.add(directory)
 
 
+def owned_by(controller: ProcessId, directory: Path) -> bool:
+    """The server of this directory names ``controller`` as a further owner; False where nobody can tell."""
+    return _grace_of(controller, directory) is not None
+
+
+def _grace_of(controller: ProcessId, directory: Path) -> float | None:
+    """Of a server that names ``controller``: what its supervisor was told."""
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        config = json.loads((directory / "supervisor.json").read_bytes())
+        if [controller.pid, controller.start] in config["owners"][1:]:
+            return float(config["grace"])
+    return None
+
+
 def _servers_of(controller: ProcessId) -> Iterator[tuple[Path, float]]:
     """Directory and grace, from what the servers' supervisors were told."""
     for session in living(state_root()) if state_exists() else ():
         for path in session.glob("*/supervisor.json"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                config = json.loads(path.read_bytes())
-                if [controller.pid, controller.start] in config["owners"][1:]:
-                    yield path.parent, float(config["grace"])
+            if (grace := _grace_of(controller, path.parent)) is not None:
+                yield path.parent, grace

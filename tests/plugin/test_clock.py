@@ -6,10 +6,14 @@ import json
 import os
 import time
 from itertools import pairwise
+from pathlib import Path
 
 import pytest
 
-from pytest_gpuserve.plugin.options import monotonic
+from pytest_gpuserve import procfs
+from pytest_gpuserve.plugin.options import monotonic, read_settings
+from pytest_gpuserve.plugin.state import State
+from pytest_gpuserve.plugin.xdist import Controller
 
 SET = """
 import time
@@ -80,3 +84,35 @@ def test_a_deadline_stays_where_it_is_when_the_clock_is_set(monkeypatch: pytest.
     assert again is not None
     assert abs(again - before) < 60
     assert monotonic(None) is None
+
+
+@pytest.mark.parametrize("step", [-90_000, 0, 90_000])
+def test_what_came_since_the_session_began_is_its_own_when_the_clock_is_set(
+    request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch, step: float
+) -> None:
+    """Else a page calls the incidents of this very session earlier ones."""
+    state = State(request.config, read_settings(request.config))
+    before = time.time()
+    real = time.time
+    monkeypatch.setattr(time, "time", lambda: real() + step)
+    after = time.time()
+    assert state.began <= min(before, after)
+    assert state.began > min(before, after) - 60
+
+
+def test_the_incidents_of_a_dead_worker_are_known_by_its_controller_whatever_the_clock_says(
+    request: pytest.FixtureRequest, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setenv("GPUSERVE_STATE", str(tmp_path))
+    me = procfs.process_id(os.getpid())
+    assert me
+    for name, owner in (("ours", [me.pid, me.start]), ("theirs", [me.pid, me.start - 1]), ("nobody's", None)):
+        directory = tmp_path / "sessions" / name / "1-sim"
+        directory.mkdir(parents=True)
+        if owner:
+            (directory / "supervisor.json").write_text(json.dumps({"owners": [[1, 1], owner], "grace": 1}))
+        entries = [{"test": "test_a.py::test_one", "text": name, "time": 0}, {"test": "test_a.py::test_two"}]
+        lines = [json.dumps(entry) for entry in entries]
+        (directory / "incidents.jsonl").write_text("\n".join([*lines, "[]", '{"test": "test_a.py::te']))
+    controller = Controller(State(request.config, read_settings(request.config)))
+    assert [entry["text"] for entry in controller._incidents("test_a.py::test_one")] == ["ours"]

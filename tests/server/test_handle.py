@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
+import socket
 import sys
 import threading
 import time
@@ -159,7 +161,7 @@ def test_a_request_out_of_time_takes_an_incident_that_blames_the_server(
     server = serve("child", incident=incidents)
     with pytest.raises(ServerHungError, match=r"request_timeout\): TP3 waits"):
         server.get("/silent", timeout=0.3)
-    assert incidents.reasons == ["startup_budget", "request_timeout"]
+    assert incidents.reasons == ["startup_budget", "log_limit", "request_timeout"]
     assert tagged.alive() == {}
 
 
@@ -170,7 +172,7 @@ def test_a_request_out_of_time_at_a_healthy_server(serve: Any, incidents: Incide
         server.get("/silent", timeout=0.3)
     with pytest.raises(requests.ReadTimeout, match="/evidence"):
         server.get("/silent", timeout=0.3)
-    assert incidents.reasons == ["startup_budget", "request_timeout"]  # the second one told nothing new
+    assert incidents.reasons == ["startup_budget", "log_limit", "request_timeout"]  # the second one told nothing new
     assert server.get("/health").status_code == 200
 
 
@@ -186,6 +188,22 @@ def test_a_stop_under_a_request(serve: Any) -> None:
     later(0.3, lambda: server.control.stop(0.1))
     with pytest.raises(ServerExitedError, match=r"was stopped \(stop\)"):
         server.get("/silent")
+
+
+def test_a_request_after_the_end_began_is_told_at_once(serve: Any, wait_for: Wait) -> None:
+    """It listens no more, and does not obey SIGTERM: nothing new will be heard of it for a minute."""
+    server = serve("deaf-to-term")
+    server.control.stop(60.0)
+
+    def refused() -> bool:
+        with socket.socket() as client:
+            return client.connect_ex(("127.0.0.1", server.port)) == errno.ECONNREFUSED
+
+    wait_for(refused)
+    begin = time.monotonic()
+    with pytest.raises(ServerExitedError, match=r"was stopped \(stop\)"):
+        server.get("/health")
+    assert time.monotonic() - begin < 10.0
 
 
 def test_metrics(serve: Any) -> None:

@@ -181,6 +181,7 @@ def child_with_shm(name):
 
 
 kept = []
+servers = []
 
 if __name__ == "__main__":
     port, tag, *what = sys.argv[1:]
@@ -199,6 +200,8 @@ if __name__ == "__main__":
             time.sleep(float(value))
         elif name == "ignore-term":
             signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        elif name == "deaf-to-term":
+            signal.signal(signal.SIGTERM, lambda *_: servers[0].socket.close())
         elif name == "escape":
             escape()
         elif name == "escape-clear":
@@ -258,4 +261,5 @@ if __name__ == "__main__":
             ctypes.PyDLL(None).sleep(600)
         else:
             sys.exit(f"unknown: {word}")
-    Server(("127.0.0.1", int(port)), Handler).serve_forever()
+    servers.append(Server(("127.0.0.1", int(port)), Handler))
+    servers[0].serve_forever()
