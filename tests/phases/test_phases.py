@@ -536,6 +536,17 @@ def test_of_a_log_of_gigabytes_both_ends_are_read(tmp_path: Path) -> None:
     assert read_log(path, SGLANG, most=100_000).progress_bytes > 500_000
 
 
+def test_the_line_in_which_the_end_begins_is_nobodys(tmp_path: Path) -> None:
+    """What it says, some rank has said whose tag was not read."""
+    path = tmp_path / "log"
+    tag = b"(Worker_TP%d pid=%d) INFO 11-30 05:19:00 [a.py:1] "
+    loads = tag % (0, 4) + b"Loading model from scratch...\n"
+    torn = tag % (1, 5) + b"x" * 40_000 + b" vLLM is using nccl==2\n"
+    path.write_bytes(loads + b"noise\n" * 50_000 + torn + b"noise\n" * 5_000)
+    ranks = read_log(path, VLLM, most=100_000).ranks()
+    assert {label: shown(rank) for label, rank in ranks.items()} == {"TP0": "weight_load"}
+
+
 @pytest.mark.parametrize("engine", ["sglang", "vllm", "llama_cpp", "sim", "command"])
 def test_a_page_that_is_asked_for_is_no_progress_of_any_engine(engine: str) -> None:
     """Our own question for readiness comes every second: a hung start-up would look alive for ever."""
