@@ -15,6 +15,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Final
 
+from .. import foreign
 from ..diagnose.triage import SCHEMA, Triage, explain
 from ..diagnose.triage_rules import load
 from ..engines import engine_names
@@ -92,8 +93,7 @@ def written_by_dump(path: Path) -> Path:
 def is_zip(path: Path) -> bool:
     """By its first bytes; an empty zip is one too."""
     try:
-        with path.open("rb") as file:
-            return path.is_file() and file.read(4) in (b"PK\x03\x04", b"PK\x05\x06")
+        return foreign.beginning(path, 4) in (b"PK\x03\x04", b"PK\x05\x06")
     except OSError:
         return False
 

@@ -76,7 +76,7 @@ def _show(bundle: Bundle, seen: Check) -> None:
 
 def _show_check(bundle: Bundle, seen: Check) -> None:
     for line in seen.lines():
-        print(one_line(f"{bundle.name}: {line}"))
+        print(one_line(f"{bundle.name}: {line}", 500))
 
 
 def _headline(bundle: Bundle, seen: Check) -> str:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import argparse
+import errno
 import json
 import re
 from collections.abc import Iterator, Sequence
@@ -10,6 +11,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from .. import foreign
 from ..diagnose import parse
 from ..diagnose.evidence import Evidence, LogFact
 from ..diagnose.merge import merge
@@ -18,13 +20,12 @@ from ..diagnose.triage import Triage
 from ..diagnose.verdict import judge
 from ..engines import engine_names, get_engine
 from ..errors import GpuserveError
-from ..text import escape
+from ..text import escape, one_line
 
 EXIT_CODES: Final = {"ready": 0, "hang": 3, "slow": 4, "undecided": 5}
 """Exit code by verdict; every other verdict is a failure, 1."""
 
 _HEAD: Final = 256 << 10
-_MOST: Final = 64 << 20
 _SIGNS: Final = re.compile(
     rb"(?m)^\s*(?:Process \d+: |Thread (?:0x)?[0-9a-f]+ \(|(?:Current thread|Thread) 0x[0-9a-f]+"
     rb"|Traceback for thread \d+|#0 +0x|TID \d+:|\[\{\"pid\")|\"frames\": ?\["
@@ -34,18 +35,23 @@ _FATAL: Final = frozenset({"crash", "oom", "config", "unsupported_arch", "port",
 
 def dumps_of(path: Path) -> list[ProcessDump]:
     """The stacks in a file; none when it does not look like a dump, or has the time stamps of an engine's log: that may
-    quote a stack, too."""
+    quote a stack, too.
+
+    Raises:
+        GpuserveError: it is too large for a dump.
+    """
     try:
-        if not path.is_file():
+        head = foreign.beginning(path, _HEAD)
+        if not _SIGNS.search(head) or any(clock.search(head) for clock in _clocks()):
             return []
-        with path.open("rb") as file:
-            head = file.read(_HEAD)
-            if not _SIGNS.search(head) or any(clock.search(head) for clock in _clocks()):
-                return []
-            text = (head + file.read(_MOST)).decode(errors="replace")
-    except OSError:
+        text = foreign.whole(path)
+    except OSError as error:
+        if error.errno == errno.EFBIG:
+            raise GpuserveError(
+                f"{one_line(str(path))} looks like a stack dump, and {error.strerror}: give the part that matters."
+            ) from None
         return []
-    return parse.read_dumps(text, source=path.name)
+    return parse.read_dumps(text.decode(errors="replace"), source=path.name)
 
 
 def _clocks() -> Iterator[re.Pattern[bytes]]:

@@ -12,6 +12,7 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
+from .. import foreign
 from ..engines import engine_names, get_engine
 from ..engines.features import features_of
 from ..errors import GpuserveError
@@ -177,7 +178,7 @@ def _problem(arguments: argparse.Namespace) -> tuple[Variants, list[Trial], Sign
             raise GpuserveError("give either --from MATRIX CELL or -- CMD…, not both.")
         path, cell = arguments.matrix
         try:
-            raw = json.loads(Path(path).read_bytes())
+            raw = json.loads(foreign.whole(path))
             results = from_json(raw)
         except (OSError, ValueError) as error:
             raise GpuserveError(f"{one_line(path)} cannot be read: {error}") from None

@@ -11,6 +11,7 @@ from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 from typing import Any, cast
 
+from .. import foreign
 from ..errors import GpuserveError
 from ..isolation.search import Outcome
 from ..isolation.signature import Signature, outcome
@@ -141,7 +142,7 @@ def open_state(directory: Path, mark: str, command: str, redactor: Redactor, *, 
     if fresh or not path.exists():
         return state
     try:
-        raw = json.loads(path.read_bytes())
+        raw = json.loads(foreign.whole(path))
         if raw["schema"] != SCHEMA:
             raise ValueError(f"schema {raw['schema']!r}")
         if raw["fingerprint"] != mark:

@@ -14,6 +14,7 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
+from .. import foreign
 from ..engines.arguments import JIT_CACHES
 from ..engines.flags import cache_root
 from ..errors import GpuserveError
@@ -196,7 +197,7 @@ def read_signature(name: str) -> Signature:
     if path.is_dir():
         path = path / "incident.json"
     try:
-        return Signature.from_json(json.loads(path.read_bytes()))
+        return Signature.from_json(json.loads(foreign.whole(path)))
     except (OSError, ValueError) as error:
         what = "no failure was judged before" if name == "last" else f"{one_line(str(path))} holds no failure"
         raise GpuserveError(f"--signature: {what} ({error}). Name an incident's directory, or leave it out.") from None

@@ -7,15 +7,17 @@ from __future__ import annotations
 
 import os
 import signal
-import stat
 import time
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import foreign
 from ..procfs import ProcessId, process_id
 
 SIGNAL = signal.SIGRTMAX - 3
+
+_MOST = 4 << 20
 
 
 def dump(process: ProcessId, markers: Path, facts: Mapping[str, Any], limit: float) -> tuple[str, str]:
@@ -27,12 +29,12 @@ def dump(process: ProcessId, markers: Path, facts: Mapping[str, Any], limit: flo
     """
     marker = markers / f"fh.{process.pid}.{process.start}.txt"
     try:
-        handle = os.open(marker, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC)
+        file = foreign.opened(marker, follow=False)
     except OSError:
         return "", "it did not take our fault handler"
-    try:
-        found = os.fstat(handle)
-        if not stat.S_ISREG(found.st_mode) or found.st_uid not in (os.geteuid(), 0):
+    with file:
+        found = os.fstat(file.fileno())
+        if found.st_uid not in (os.geteuid(), 0):
             return "", "its fault handler's file is not ours"
         if not facts.get("caught", 0) >> (SIGNAL - 1) & 1:
             return "", "it no longer has our fault handler"
@@ -40,9 +42,7 @@ def dump(process: ProcessId, markers: Path, facts: Mapping[str, Any], limit: flo
             return "", "it cannot handle a signal now"
         if not _has_open(process.pid, found):
             return "", "it has closed our fault handler's file"
-        return _signal_and_wait(process, handle, found.st_size, limit)
-    finally:
-        os.close(handle)
+        return _signal_and_wait(process, file.fileno(), found.st_size, limit)
 
 
 def _signal_and_wait(process: ProcessId, handle: int, before: int, limit: float) -> tuple[str, str]:
@@ -64,7 +64,7 @@ def _signal_and_wait(process: ProcessId, handle: int, before: int, limit: float)
         time.sleep(0.02)
         now = os.fstat(handle).st_size
         if now > before and now == size and os.pread(handle, 1, now - 1) == b"\n":  # written in one go: 1 ms
-            return os.pread(handle, now - before, before).decode(errors="replace"), ""
+            return os.pread(handle, min(now - before, _MOST), before).decode(errors="replace"), ""
         size = now
     return "", f"its fault handler wrote nothing within {limit:.1f} s"
 

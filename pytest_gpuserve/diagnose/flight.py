@@ -19,6 +19,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import foreign
 from .evidence import Witness
 from .merge import format_ranks
 
@@ -144,11 +145,8 @@ def _mtime(path: Path) -> float | None:
 
 def _load(path: Path) -> bytes | None:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC), "rb") as file:
-            found = os.fstat(file.fileno())
-            if not stat.S_ISREG(found.st_mode) or found.st_uid != os.geteuid():
-                return None
-            return file.read(MAX_BYTES)
+        with foreign.opened(path, follow=False) as file:
+            return file.read(MAX_BYTES) if os.fstat(file.fileno()).st_uid == os.geteuid() else None
     except OSError:
         return None
 

@@ -8,7 +8,6 @@ import io
 import lzma
 import os
 import shutil
-import stat
 import subprocess
 import sys
 import zlib
@@ -16,14 +15,23 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
 from importlib import import_module
-from pathlib import Path
-from typing import IO, Any, Protocol
+from typing import Any, BinaryIO, Final, Protocol
 
+from .. import foreign
 from ..errors import GpuserveError
 from ..phases.reader import parts
 
-CHUNK = 1 << 18
+CHUNK: Final = 1 << 18
 """Bytes that are held at a time."""
+
+MOST: Final = 4 << 30
+"""Bytes of one log that are read, unpacked."""
+
+LARGEST: Final = 16 << 30
+"""Bytes of a plain log that is read at all: lines are counted in what is left out."""
+
+_UNPACKER: Final = 256 << 20
+"""Bytes that .xz may ask for as its dictionary: ``xz -9`` asks for 64 MiB."""
 
 _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\x1f\x8b", "gzip"),
@@ -54,7 +62,7 @@ class LogFile:
 
     Attributes:
         name: as the user wrote it.
-        problem: why reading ended early (a truncated archive), or None.
+        problem: why reading ended early (a truncated archive, a log without end), or None.
     """
 
     def __init__(self, name: str) -> None:
@@ -62,24 +70,43 @@ class LogFile:
         self.problem: str | None = None
 
     def chunks(self, most: int | None = None) -> Iterator[bytes | Gap]:
-        """The content, unpacked, at most :data:`CHUNK` bytes at a time. What is left out of a plain file of more than
-        ``most`` bytes is a :class:`Gap` between two chunks.
+        """The content, unpacked, at most :data:`CHUNK` bytes at a time and :data:`MOST` in all. What is left out of a
+        plain file of more than ``most`` bytes is a :class:`Gap` between two chunks.
 
-        A damaged archive ends early, with ``problem`` set.
+        A damaged archive ends early, with ``problem`` set. What a server writes while its log is read is not read.
 
         Raises:
-            LogError: no such file, a directory, not readable, or packed in a way that cannot be unpacked here.
+            LogError: no such file, no regular one, not readable, or packed in a way that cannot be unpacked here.
         """
         try:
             with _opened(self.name) as stream:
-                if most is not None and isinstance(stream, io.BufferedReader) and stream.seekable():
-                    yield from _ends(stream, most)
-                while chunk := stream.read(CHUNK):
-                    yield chunk
+                if self.name != "-" and isinstance(stream, io.BufferedReader) and stream.seekable():
+                    yield from self._plain(stream, most)
+                else:
+                    yield from self._stream(stream)
         except _DAMAGE as error:
             self.problem = f"{self.name} is damaged or incomplete ({error}): only what could be unpacked was read"
         except OSError as error:
             raise LogError(f"{self.name} cannot be read: {error.strerror or error}.") from None
+
+    def _plain(self, file: io.BufferedReader, most: int) -> Iterator[bytes | Gap]:
+        size = os.fstat(file.fileno()).st_size
+        if size > LARGEST:
+            raise LogError(f"{self.name} is larger than {LARGEST >> 30} GiB: give what matters alone (tail -c 1G).")
+        if size > MOST:
+            self.problem = f"{self.name} is longer than {MOST >> 30} GiB: its beginning and its end were read"
+        yield from _ends(file, min(most or MOST, MOST))
+
+    def _stream(self, stream: _Readable) -> Iterator[bytes]:
+        left = MOST
+        while left > 0 and (chunk := stream.read(min(CHUNK, left))):
+            left -= len(chunk)
+            yield chunk
+        if not left and stream.read(1):
+            self.problem = (
+                f"{self.name} is longer than {MOST >> 30} GiB unpacked: only its beginning was read, so give what "
+                f"matters alone (tail -c 1G)"
+            )
 
 
 def _ends(file: io.BufferedReader, most: int) -> Iterator[bytes | Gap]:
@@ -92,7 +119,6 @@ def _ends(file: io.BufferedReader, most: int) -> Iterator[bytes | Gap]:
             yield Gap(lines)
         while chunk := file.read(min(CHUNK, end - file.tell())):
             yield chunk
-    file.seek(0, os.SEEK_END)
 
 
 @contextmanager
@@ -100,22 +126,23 @@ def _opened(name: str) -> Iterator[_Readable]:
     if name == "-":
         yield sys.stdin.buffer
         return
-    path = Path(name)
     try:
-        mode = path.stat().st_mode
+        raw = foreign.opened(name)
     except FileNotFoundError:
         raise LogError(f"{name}: there is no such file.") from None
-    if stat.S_ISDIR(mode):
-        raise LogError(f"{name} is a directory: name the logs in it (several logs of one server are read together).")
-    with path.open("rb") as raw:
-        head = raw.peek(8)[:8] if isinstance(raw, io.BufferedReader) else b""
+    except IsADirectoryError:
+        raise LogError(
+            f"{name} is a directory: name the logs in it (several logs of one server are read together)."
+        ) from None
+    with raw:
+        head = raw.read(8) or b""
+        raw.seek(0)
         kind = next((kind for magic, kind in _MAGIC if head.startswith(magic)), None)
         if kind == "gzip":
             with gzip.open(raw) as stream:
                 yield stream
         elif kind == "xz":
-            with lzma.open(raw) as stream:
-                yield stream
+            yield _Xz(raw)
         elif kind == "bzip2":
             with bz2.open(raw) as stream:
                 yield stream
@@ -126,8 +153,29 @@ def _opened(name: str) -> Iterator[_Readable]:
             yield raw
 
 
+class _Xz:
+    """lzma.open has no limit of memory."""
+
+    def __init__(self, packed: BinaryIO) -> None:
+        self._packed = packed
+        self._unpacker = lzma.LZMADecompressor(memlimit=_UNPACKER)
+
+    def read(self, size: int, /) -> bytes:
+        data = b""
+        while not data:
+            packed = b""
+            if self._unpacker.eof:  # perhaps another stream follows, after padding
+                if not (packed := (self._unpacker.unused_data or self._packed.read(CHUNK)).lstrip(b"\0")):
+                    return b""
+                self._unpacker = lzma.LZMADecompressor(memlimit=_UNPACKER)
+            elif self._unpacker.needs_input and not (packed := self._packed.read(CHUNK)):
+                raise EOFError("it ends before its end-of-stream marker")
+            data = self._unpacker.decompress(packed, size)
+        return data
+
+
 @contextmanager
-def _zstandard(name: str, raw: IO[bytes]) -> Iterator[_Readable]:
+def _zstandard(name: str, raw: BinaryIO) -> Iterator[_Readable]:
     """The standard library's reader (Python 3.14), else an installed one, else the zstd program."""
     for module in ("compression.zstd", "backports.zstd", "zstandard"):
         try:
@@ -150,14 +198,15 @@ def _zstandard(name: str, raw: IO[bytes]) -> Iterator[_Readable]:
             f"{name} is packed with zstandard, which this Python cannot unpack: install the zstandard package "
             f"or the zstd program, or unpack it first."
         )
-    with open(name, "rb") as packed:  # its own descriptor: ours has been read ahead
-        process = subprocess.Popen([program, "-dcq"], stdin=packed, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
+    os.lseek(raw.fileno(), 0, os.SEEK_SET)  # it has been read ahead
+    process = subprocess.Popen([program, "-dcq"], stdin=raw, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL)
     output = process.stdout
     assert output is not None
     try:
         with output:
             yield output
-        if process.wait(timeout=10):
+            ended = not output.read(1)
+        if ended and process.wait(timeout=10):
             raise EOFError("zstd could not unpack all of it")
     finally:
         process.kill()

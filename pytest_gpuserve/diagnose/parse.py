@@ -11,6 +11,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Any, get_args
 
+from .. import foreign
 from ..engines.base import ProcessRole
 from ..procfs import ProcessId
 from ..text import foreign_decoder
@@ -61,7 +62,8 @@ def read_file(path: Path, *, role_of: RoleOf = any_role) -> list[ProcessDump]:
     Raises:
         OSError: it cannot be read.
     """
-    return read_dumps(path.read_text(errors="replace"), role_of=role_of, source=path.name)
+    text = foreign.whole(path).decode(errors="replace")
+    return read_dumps(text, role_of=role_of, source=path.name)
 
 
 def as_rounds(dumps: Sequence[ProcessDump]) -> list[list[ProcessDump]]:

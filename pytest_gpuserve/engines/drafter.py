@@ -10,6 +10,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Final
 
+from .. import foreign
 from ..errors import EngineError, SpecError
 from ..spec import ServerSpec
 from .flags import Install
@@ -93,7 +94,7 @@ def check_draft_class(spec: ServerSpec, draft: str, install: Install, models: st
     classes: set[str] = set()
     for file in (Path(install.root) / models).glob("*.py"):
         with contextlib.suppress(OSError):
-            classes |= set(re.findall(r"^class (\w+)", file.read_text(errors="replace"), re.MULTILINE))
+            classes |= set(re.findall(r"^class (\w+)", foreign.whole(file).decode(errors="replace"), re.MULTILINE))
     heads = sorted(name for name in classes if "Eagle" in name and "ForCausalLM" in name)
     if wanted and heads and not classes.intersection(wanted):
         raise EngineError(
@@ -131,7 +132,7 @@ def _tensors(folder: Path) -> set[str]:
     """Names of the tensors in a folder's safetensors files, from their headers (8 bytes of length, then JSON)."""
     names: set[str] = set()
     for path in folder.glob("*.safetensors"):
-        with contextlib.suppress(OSError, ValueError, AttributeError), path.open("rb") as file:
+        with contextlib.suppress(OSError, ValueError, AttributeError), foreign.opened(path) as file:
             length = int.from_bytes(file.read(8), "little")
             if length <= _HEADER:
                 names |= json.loads(file.read(length)).keys()
@@ -140,7 +141,7 @@ def _tensors(folder: Path) -> set[str]:
 
 def _config(folder: Path) -> dict[str, Any]:
     try:
-        config = json.loads((folder / "config.json").read_text())
+        config = json.loads(foreign.whole(folder / "config.json"))
         if not isinstance(config, dict):
             raise TypeError
     except (OSError, ValueError, TypeError):

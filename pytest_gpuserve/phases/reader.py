@@ -10,6 +10,7 @@ from dataclasses import replace
 from pathlib import Path
 from typing import Final
 
+from .. import foreign
 from ..engines.base import LogGrammar, PhaseRule, Rank
 from .log_clock import LogClock
 from .rank_phase import RankPhase, State
@@ -338,7 +339,7 @@ def read_log(path: Path, grammar: LogGrammar, most: int | None = None) -> PhaseR
         OSError: the file cannot be read.
     """
     reader = PhaseReader(grammar)
-    with path.open("rb") as file:
+    with foreign.opened(path) as file:
         status = os.fstat(file.fileno())
         for begin, end in parts(status.st_size, most):
             if left_out := begin - file.tell():

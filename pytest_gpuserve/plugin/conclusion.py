@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping, Sequence
+from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -214,16 +215,14 @@ def _later(attempt: Attempt) -> str | None:
 def _signature(attempt: Attempt, test: str, faults: list[Any]) -> str:
     """The same text for the same failure: roots that differ a little do not make another fault."""
     from ..isolation.signature import Signature
+    from ..report.failure import read_incident
 
     if attempt.verdict == "test":
         return f"{test} fails"
     seen = Signature(attempt.verdict, attempt.phase)
-    if attempt.incident:
-        try:
-            raw = json.loads((Path(attempt.incident) / "incident.json").read_bytes())
+    if raw := read_incident(attempt.incident):
+        with suppress(ValueError, TypeError):  # not whole: verdict and phase will do
             seen = Signature(seen.verdict, seen.phase, Signature.from_json(raw).roots)
-        except (OSError, ValueError, TypeError):
-            pass  # not there any more, or not whole: verdict and phase will do
     for fault in faults:
         if fault.same(seen):
             return str(fault)

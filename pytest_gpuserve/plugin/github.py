@@ -5,13 +5,13 @@ Both are only written where ``GITHUB_ACTIONS`` is ``true``, by the process that 
 
 from __future__ import annotations
 
-import json
 import os
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from ..report.failure import read_incident
 from ..report.markdown import plain
 from ..text import escape
 
@@ -76,11 +76,8 @@ def summary(entries: Sequence[Mapping[str, Any]]) -> str:
 
 def _text(entry: Mapping[str, Any]) -> str:
     """The verdict's paragraph; the reason where there is none."""
-    try:
-        found = json.loads((Path(str(entry["incident"])) / "incident.json").read_bytes())
-        return str(found["text"])
-    except (OSError, ValueError, KeyError, TypeError):
-        return str(entry.get("reason"))
+    found = read_incident(entry.get("incident")) or {}
+    return str(found.get("text") or entry.get("reason"))
 
 
 def _data(text: str) -> str:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import foreign
 from ..text import escape
 
 if TYPE_CHECKING:
@@ -25,7 +26,7 @@ def attach(config: pytest.Config, report: pytest.TestReport, incidents: list[str
         path = Path(incident)
         found.append(extras.url(path.resolve().as_uri(), name=f"gpuserve {path.name}"))
         try:
-            text = (path / "verdict.md").read_text(encoding="utf-8", errors="replace")[:MOST]
+            text = foreign.beginning(path / "verdict.md", 4 * MOST).decode(errors="replace")[:MOST]
         except OSError:
             continue
         found.append(extras.text(escape(text), name="gpuserve verdict"))

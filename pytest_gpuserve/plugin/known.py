@@ -24,6 +24,7 @@ from typing import TYPE_CHECKING, Any
 
 import pytest
 
+from .. import foreign
 from ..errors import EngineError, SpecError
 from ..isolation.axes import SPEC_AXES, covers, parse_value, suggest
 from ..spec import AXES, AxisValue
@@ -110,7 +111,7 @@ def read(path: Path, source: str) -> list[KnownFailure]:
     """
     toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     try:
-        document = toml.loads(path.read_text(encoding="utf-8"))
+        document = toml.loads(foreign.whole(path).decode())
     except (OSError, ValueError) as error:
         raise pytest.UsageError(f"{source}: {path} cannot be read: {error}") from None
     entries = document.get("failure", [])

@@ -17,6 +17,7 @@ from typing import Any
 
 import pytest
 
+from .. import foreign
 from ..errors import SpecError
 from .options import assignments
 
@@ -50,7 +51,7 @@ def _tables(path: Path, kind: str) -> Mapping[str, Mapping[str, Any]]:
     if path.suffix == ".toml":
         toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
         try:
-            document = toml.loads(path.read_text(encoding="utf-8"))
+            document = toml.loads(foreign.whole(path).decode())
         except (OSError, ValueError) as error:
             raise SpecError(f"{path} cannot be read: {error}") from None
         tables = document.get("tool", {}).get("gpuserve", {}).get(kind, {})
@@ -62,7 +63,7 @@ def _tables(path: Path, kind: str) -> Mapping[str, Mapping[str, Any]]:
     parser = ConfigParser(interpolation=None, delimiters=("=",), strict=False)
     parser.optionxform = str  # type: ignore[assignment,method-assign]  # flags and variables are case-sensitive
     try:
-        parser.read(path, encoding="utf-8")
+        parser.read_string(foreign.whole(path).decode(), str(path))
     except (OSError, ConfigParserError, UnicodeDecodeError) as error:
         raise SpecError(f"{path} cannot be read: {error}") from None
     prefix = f"gpuserve.{kind}."

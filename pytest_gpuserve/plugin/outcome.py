@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from collections.abc import Mapping
 from pathlib import Path
@@ -216,11 +215,9 @@ def _where(found: Finding) -> str:
 
 def _read(incident: str) -> dict[str, Any]:
     """incident.json; empty when there is none, or not yet."""
-    try:
-        found = json.loads((Path(incident) / "incident.json").read_text(encoding="utf-8"))
-    except (OSError, ValueError):
-        return {}
-    return found if isinstance(found, dict) else {}
+    from ..report.failure import read_incident
+
+    return read_incident(incident) or {}
 
 
 def _end_in_their_code(error: GpuserveError, traceback: TracebackType) -> None:

@@ -13,6 +13,7 @@ from typing import Any
 
 import pytest
 
+from .. import foreign
 from ..procfs import ProcessId, process_id
 from .state import State
 
@@ -116,7 +117,7 @@ class Controller:
 
 def _lines(path: Path) -> Iterator[dict[str, Any]]:
     try:
-        text = path.read_text(encoding="utf-8", errors="replace")
+        text = foreign.beginning(path, 64 << 20).decode(errors="replace")
     except OSError:
         return
     for line in text.splitlines():

@@ -9,9 +9,10 @@ from ..diagnose import evidence_json, parse
 from ..diagnose.merge import Merged, merge
 from ..diagnose.model import Judgement, ProcessDump
 from ..diagnose.verdict import judge
+from ..foreign import MOST_JSON
 from ..text import escape
 from . import repro
-from .bundle_reader import Bundle
+from .bundle_reader import MOST_PARSED, Bundle
 from .files import Store
 from .issue import issue
 from .pages import verdict_page
@@ -20,9 +21,13 @@ from .pages import verdict_page
 def rounds(bundle: Bundle) -> list[list[ProcessDump]]:
     """The server's stacks, without those of pytest."""
     found: list[ProcessDump] = []
+    left = MOST_PARSED
     for name in bundle.stacks():
         if not re.match(r"stacks/pytest\.\d+\.json$", name) and not name.endswith(".native.json"):
-            found += parse.read_dumps(bundle.text(name) or "", source=name)
+            left -= bundle.files.names[name]
+            if left < 0:
+                break
+            found += parse.read_dumps(bundle.text(name, MOST_JSON) or "", source=name)
     return parse.as_rounds(found)
 
 

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from .. import __version__
+from .. import __version__, foreign
 from .files import MARKER, Store
 
 SCHEMA: Final = "gpuserve.bundle/1"
@@ -121,5 +121,5 @@ def _in_use(path: Path) -> bool:
 
 def _complete(path: Path) -> bool:
     with suppress(OSError):
-        return b'"complete": true' in (path / NAME).read_bytes()[:4096]
+        return b'"complete": true' in foreign.beginning(path / NAME, 4096)
     return False

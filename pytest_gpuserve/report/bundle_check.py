@@ -3,16 +3,20 @@
 from __future__ import annotations
 
 import hashlib
-import json
+import io
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ..foreign import MOST_JSON
+from ..text import foreign_json
 from .bundle import INSTEAD, NAME, PARTS, SCHEMA
-from .bundle_reader import Bundle
+from .bundle_reader import MOST_PARSED, Bundle
 
 _HASHED: Final = 64 << 20
+_SHOWN: Final = 100
+"""Lines of one kind."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,14 +45,12 @@ class Check:
         """One sentence each, the gravest first."""
         if not self.complete:
             yield "incomplete: whoever wrote it was killed, or ran out of time, before the end"
-        for name, why in self.torn:
-            yield f"torn: {name}: {why}"
-        for name, why in self.missing:
-            yield f"missing: {name}: {why}"
-        for name, why in self.odd:
-            yield f"not read: {name}: {why}"
-        for name, why in self.left_out:
-            yield f"left out: {name}: {why}"
+        told = {"torn": self.torn, "missing": self.missing, "not read": self.odd, "left out": self.left_out}
+        for what, entries in told.items():
+            for name, why in entries[:_SHOWN]:
+                yield f"{what}: {name}: {why}"
+            if len(entries) > _SHOWN:
+                yield f"{what}: {len(entries) - _SHOWN} more"
         if self.whole:
             yield "whole"
 
@@ -110,6 +112,7 @@ def _ranks(
 
 def _torn(bundle: Bundle, listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
     """Files that do not hold what was written, or that cannot be read as what they are."""
+    parsed = 0
     for name, size in bundle.files.names.items():
         if name.rpartition("/")[2].startswith("."):
             continue
@@ -125,6 +128,9 @@ def _torn(bundle: Bundle, listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
                 continue
             if hashlib.sha256(data).hexdigest() != entry.get("sha256"):
                 yield name, "changed since it was written"
+        parsed += size if name.endswith(".json") else 0
+        if parsed > MOST_PARSED:
+            continue  # whoever reads it does not get that far either
         if why := _unreadable(name, data) if size <= _HASHED else None:
             yield name, why
 
@@ -132,13 +138,14 @@ def _torn(bundle: Bundle, listed: dict[str, Any]) -> Iterator[tuple[str, str]]:
 def _unreadable(name: str, data: bytes) -> str | None:
     try:
         if name.endswith(".json"):
-            json.loads(data)
-        elif name.endswith(".jsonl") and data:
-            *lines, last = data.split(b"\n")
-            for line in lines:
-                json.loads(line)
-            if last:
-                return "its last line was cut off"
+            if len(data) > MOST_JSON:
+                return f"larger than {MOST_JSON >> 20} MiB: not looked at"
+            foreign_json(data)
+        elif name.endswith(".jsonl"):
+            for line in io.BytesIO(data):
+                if not line.endswith(b"\n"):
+                    return "its last line was cut off"
+                foreign_json(line[:MOST_JSON])
     except (ValueError, RecursionError) as error:
         return f"no JSON: {type(error).__name__}"
     return None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import os
-import stat
 from pathlib import Path
 from typing import Final
 
+from .. import foreign
 from ..errors import GpuserveError
 from ..text import one_line
 from .bundle import NAME
@@ -58,10 +57,7 @@ class Extra:
 
 def _read(name: str, path: Path) -> bytes:
     try:
-        with open(os.open(path, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb") as file:
-            if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):
-                raise GpuserveError(f"{one_line(name)} cannot be added: {one_line(str(path))} is no plain file.")
-            return file.read(MOST_TEXT + 1)
+        return foreign.beginning(path, MOST_TEXT + 1)
     except OSError as error:
         raise GpuserveError(f"{one_line(name)} cannot be added: {one_line(str(path))}: {error.strerror}.") from error
 

@@ -6,15 +6,19 @@ out of the bundle, and names are only ever looked up, never opened as paths (dir
 
 from __future__ import annotations
 
+import io
 import os
 import stat
+import weakref
 import zipfile
 from collections.abc import Mapping
 from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final, Protocol
 
+from .. import foreign
 from ..errors import GpuserveError
+from ..foreign import MOST_JSON
 from ..text import foreign_json, one_line
 from .bundle import NAME, named_like_one
 from .files import MARKER
@@ -22,7 +26,13 @@ from .files import MARKER
 MOST_FILES: Final = 20_000
 MOST_BYTES: Final = 64 << 20
 """Bytes of one file that are read."""
+MOST_TOTAL: Final = 1 << 30
+"""Bytes of all files together, unpacked: what comes after is not looked at."""
+MOST_PARSED: Final = 64 << 20
+"""Bytes of one incident's JSON that are parsed: that of 64 ranks has about a tenth."""
 MOST_DEPTH: Final = 6
+MOST_LISTED: Final = 8 << 20
+"""Bytes of a zip's list of files."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
 _SIGNS: Final = (NAME, "incident.json", MARKER)
@@ -48,13 +58,29 @@ class Files(Protocol):
         """The beginning of a file. Raises OSError where there is none, or it cannot be read."""
 
 
-class Directory:
+class _Listed:
+    """What was found so far, and when it is enough."""
+
+    def __init__(self) -> None:
+        self.names: dict[str, int] = {}
+        self.odd: dict[str, str] = {}
+        self._left = MOST_TOTAL
+
+    def _add(self, name: str, size: int) -> None:
+        self._left -= size
+        if self._left < 0:
+            self.odd[name] = f"more than {MOST_TOTAL >> 30} GiB in all: name one incident"
+        else:
+            self.names[name] = size
+
+
+class Directory(_Listed):
     """A directory's regular files."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         self._path = path
-        self.names: dict[str, int] = {}
-        self.odd: dict[str, str] = {}
+        self._seen = 0
         handle = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
         try:
             self._walk(handle, "", 1)
@@ -65,7 +91,8 @@ class Directory:
         with os.scandir(handle) as entries:
             for entry in sorted(entries, key=lambda entry: entry.name):
                 name = prefix + entry.name
-                if len(self.names) + len(self.odd) >= MOST_FILES:
+                self._seen += 1
+                if self._seen > MOST_FILES:
                     self.odd[prefix + "…"] = f"more than {MOST_FILES} files: the rest was not looked at"
                     return
                 try:
@@ -74,7 +101,7 @@ class Directory:
                     self.odd[name] = error.strerror or "cannot be read"
                     continue
                 if stat.S_ISREG(found.st_mode):
-                    self.names[name] = found.st_size
+                    self._add(name, found.st_size)
                 elif stat.S_ISDIR(found.st_mode) and depth < MOST_DEPTH:
                     with suppress(OSError):
                         inner = os.open(entry.name, _DIRECTORY, dir_fd=handle)
@@ -88,33 +115,34 @@ class Directory:
     def read(self, name: str, limit: int = MOST_BYTES) -> bytes:
         if name not in self.names:
             raise FileNotFoundError(name)
-        *folders, last = name.split("/")
-        handle = os.open(self._path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            for folder in folders:
-                inner = os.open(folder, _DIRECTORY, dir_fd=handle)
-                os.close(handle)
-                handle = inner
-            flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-            with open(os.open(last, flags, dir_fd=handle), "rb") as file:
-                if not stat.S_ISREG(os.fstat(file.fileno()).st_mode):  # changed since it was listed
-                    raise OSError(f"{name} is no plain file")
-                return file.read(limit)
-        finally:
-            os.close(handle)
+        with foreign.opened_below(self._path, name) as file:
+            return file.read(limit)
 
 
-class Zip:
+class _Source(io.BufferedReader):
+    """A zip file whose list of files cannot fill the memory: zipfile reads the list at once, as long as it says."""
+
+    most: int | None = MOST_LISTED
+
+    def read(self, size: int | None = -1, /) -> bytes:
+        if self.most is not None and size is not None and size > self.most:
+            raise zipfile.BadZipFile(f"its list of files is longer than {self.most >> 20} MiB")
+        return super().read(size)
+
+
+class Zip(_Listed):
     """A zip file's plain members whose names stay inside."""
 
     def __init__(self, path: Path) -> None:
+        super().__init__()
         try:
-            self._zip = zipfile.ZipFile(path)
+            source = _Source(foreign.opened(path).detach())
+            weakref.finalize(self, source.close)  # zipfile closes only what it has opened
+            self._zip = zipfile.ZipFile(source)
+            source.most = None
             entries = self._zip.infolist()
         except (OSError, zipfile.BadZipFile, ValueError, NotImplementedError) as error:
             raise BundleError(f"{one_line(str(path))} cannot be read as a zip: {one_line(str(error))}.") from None
-        self.names: dict[str, int] = {}
-        self.odd: dict[str, str] = {}
         self._entries: dict[str, zipfile.ZipInfo] = {}
         for entry in entries[:MOST_FILES]:
             name = getattr(entry, "orig_filename", entry.filename)  # zipfile cuts names at a NUL
@@ -127,14 +155,14 @@ class Zip:
                 self.odd[name] = why
             else:
                 self._entries[name] = entry
-                self.names[name] = entry.file_size
+                self._add(name, entry.file_size)
         if len(entries) > MOST_FILES:
             self.odd["…"] = f"more than {MOST_FILES} files: the rest was not looked at"
 
     def read(self, name: str, limit: int = MOST_BYTES) -> bytes:
-        entry = self._entries.get(name)
-        if entry is None:
+        if name not in self.names:
             raise FileNotFoundError(name)
+        entry = self._entries[name]
         try:
             with self._zip.open(entry) as file:
                 return file.read(limit)
@@ -177,7 +205,7 @@ class Bundle:
         if name in self._instead:
             return self._instead[name]
         try:
-            found = foreign_json(self.text(name) or "")
+            found = foreign_json(self.text(name, MOST_JSON) or "")
         except (ValueError, RecursionError):
             return {}
         return found if isinstance(found, dict) else {}
@@ -247,4 +275,6 @@ def _unsafe_entry(entry: zipfile.ZipInfo) -> str | None:
         return "no plain file"
     if entry.flag_bits & 0x1:
         return "encrypted"
+    if entry.compress_type not in (zipfile.ZIP_STORED, zipfile.ZIP_DEFLATED):  # others need as much memory as they say
+        return "packed in another way than by deflate"
     return None

@@ -10,6 +10,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Final
 
+from .. import foreign
 from .bundle import BESIDE
 from .bundle_reader import Bundle, BundleError
 from .files import MARKER
@@ -70,8 +71,5 @@ def _members(bundle: Bundle, beside: Path | None, left: list[str]) -> Iterator[t
     if beside is None:
         return
     for name in BESIDE:
-        with suppress(OSError):
-            handle = os.open(beside / name, os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC)
-            with open(handle, "rb") as file:
-                if stat.S_ISREG(os.fstat(handle).st_mode):
-                    yield name, file.read(MOST)
+        with suppress(OSError), foreign.opened_below(beside, name) as file:
+            yield name, file.read(MOST)

@@ -7,13 +7,14 @@ log says why, and in which phase.
 from __future__ import annotations
 
 import contextlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+from .. import foreign
 from ..isolation.signature import Signature
 from ..phases.reader import MOST
+from ..text import foreign_json
 
 _PRECISE = ("oom", "config", "unsupported_arch", "port")
 
@@ -23,8 +24,8 @@ def read_incident(directory: str | Path | None) -> dict[str, Any] | None:
     if directory is None:
         return None
     try:
-        found = json.loads((Path(directory) / "incident.json").read_bytes())
-    except (OSError, ValueError):
+        found = foreign_json(foreign.whole(Path(directory) / "incident.json"))
+    except (OSError, ValueError, RecursionError):
         return None
     return found if isinstance(found, dict) else None
 

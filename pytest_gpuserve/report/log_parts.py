@@ -9,6 +9,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import BinaryIO, Final
 
+from .. import foreign
 from ..text import escape
 from .files import Store, Stores
 from .redact import Redactor
@@ -34,7 +35,7 @@ def write_tail(stores: Stores, redactor: Redactor, tail: str) -> None:
 
 def write_rest(stores: Stores, redactor: Redactor, log: Path, cause: int | None) -> None:
     """``log.txt``, or ``log_head.txt`` and, when the ``cause`` (number of a line) is known, ``log_cause.txt``."""
-    with suppress(OSError), log.open("rb") as file:
+    with suppress(OSError), foreign.opened(log) as file:
         begin = file.read(WHOLE + 1)
         if len(begin) <= WHOLE:
             _write(stores, redactor, "log.txt", begin.decode(errors="replace"))

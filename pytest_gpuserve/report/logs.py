@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Final
 
+from .. import foreign
 from ..diagnose import triage
 from ..diagnose.evidence import LogFact
 from ..engines.base import PAGE_ASKED, Engine, LogGrammar, Rank
@@ -92,7 +93,7 @@ def said_more(path: Path, since: int, engine: Engine | None) -> bool:
     """The log has lines after byte ``since`` that are no heartbeats (access lines of pages that we ask for are), or
     was cut at its limit meanwhile."""
     try:
-        with path.open("rb") as log:
+        with foreign.opened(path) as log:
             if log.seek(0, os.SEEK_END) < since:
                 return True
             log.seek(since)

@@ -13,6 +13,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from .. import foreign
 from ..engines.base import Engine
 from ..gpu import Gpu
 from ..server.record import ServerRecord
@@ -148,7 +149,7 @@ class Surroundings:
 def last_lines(path: Path, most: int) -> list[str]:
     """The last whole lines of a file that grows; none where it is not there."""
     try:
-        with path.open("rb") as file:
+        with foreign.opened(path) as file:
             size = file.seek(0, 2)
             file.seek(max(0, size - (1 << 20)))
             data = file.read(1 << 20)

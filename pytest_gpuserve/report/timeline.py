@@ -19,6 +19,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from .. import foreign
 from ..phases.rank_phase import RankPhase
 from ..server.control import Event
 from ..server.record import ServerRecord
@@ -56,8 +57,7 @@ def timeline(record: ServerRecord, log: Log, events: Sequence[Event], reason: st
 def samples(path: Path) -> Iterator[dict[str, Any]]:
     """What the watcher kept (watch/samples.py); nothing where nobody watches. A torn line is passed over."""
     try:
-        with path.open("rb") as file:
-            data = file.read(_MOST_BYTES)
+        data = foreign.beginning(path, _MOST_BYTES)
     except OSError:
         return
     for line in data.splitlines():

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest_gpuserve
 
-from .. import procfs
+from .. import foreign, procfs
 from ..engines.base import Engine, Launch
 from ..engines.fatbin import Capability
 from ..engines.kernels import unsupported
@@ -220,7 +220,7 @@ def _check_settings(record: ServerRecord, launch: Launch) -> None:
     Raises:
         ServerStartError: its log says so (``config``).
     """
-    with record.log.open("rb") as file:
+    with foreign.opened(record.log) as file:
         head = file.read(HEAD)
     if found := downgrades(record.spec, head, launch.env):
         raise ServerStartError(

@@ -15,6 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from .. import foreign
 from ..engines.base import ReadyProbe
 from ..errors import GpuserveError, ServerStartError
 from ..text import escape
@@ -44,7 +45,7 @@ def end_of_log(path: Path, most: int) -> tuple[list[str], bool]:
     Colours are removed; carriage returns of progress bars end a line too, and of the bars only the newest is kept.
     """
     try:
-        with path.open("rb") as file:
+        with foreign.opened(path) as file:
             size = file.seek(0, os.SEEK_END)
             file.seek(max(0, size - most))
             data = file.read(most)

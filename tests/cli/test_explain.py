@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import bz2
+import gzip
 import io
 import json
+import lzma
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 from pathlib import Path
@@ -14,6 +18,7 @@ from pathlib import Path
 import pytest
 
 from pytest_gpuserve.cli import main
+from pytest_gpuserve.diagnose import logfile
 
 BEGIN = "[2031-02-11 10:00:00] server_args=ServerArgs(model_path='/m', tp_size=2)\n"
 READY = "[2031-02-11 10:00:57] The server is fired up and ready to roll!\n"
@@ -178,6 +183,101 @@ def test_what_cannot_be_read(tmp_path, capsys, make, options, says):
     assert "\x1b" not in err
     assert len(err.strip().splitlines()) == 1
     assert "Traceback" not in err
+
+
+def fifo(place: Path) -> Path:
+    os.mkfifo(place / "thing")
+    return place / "thing"
+
+
+def unix(place: Path) -> Path:
+    with socket.socket(socket.AF_UNIX) as made:
+        made.bind(os.path.relpath(place / "thing"))  # a socket's whole path has at most 107 characters
+    return place / "thing"
+
+
+def crowd(place: Path) -> Path:
+    (place / "thing" / "stacks").mkdir(parents=True)
+    for name in ("incident.json", "bundle.json", "stacks/TP0.1.json", "dump.json"):
+        os.mkfifo(place / "thing" / name)
+    (place / "thing" / "log.txt").symlink_to("/dev/zero")
+    return place / "thing"
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (fifo, "it is no regular file"),
+        (unix, "it is no regular file"),
+        (lambda place: Path("/dev/zero"), "it is no regular file"),
+        (crowd, "holds no incident"),
+    ],
+    ids=["fifo", "socket", "device", "directory"],
+)
+@pytest.mark.parametrize("options", [(), ("--check",), ("--json",)])
+def test_what_would_block_or_never_end(make, says, options, tmp_path):
+    """In a process of its own: the test must end even where explain does not."""
+    command = [sys.executable, "-m", "pytest_gpuserve.cli", "explain", *options, str(make(tmp_path))]
+    done = subprocess.run(command, capture_output=True, text=True, stdin=subprocess.DEVNULL, timeout=120)
+    assert (done.returncode, done.stdout) == (2, "")
+    assert len(done.stderr.splitlines()) == 1
+    assert says in done.stderr or (options == ("--check",) and "--check is for incidents" in done.stderr)
+
+
+LONG = (BEGIN + RANKS + ("x" * 99 + "\n") * 20_000 + FAILED.format("RuntimeError: it broke")).encode()
+
+
+@pytest.mark.parametrize("packed", [gzip.compress, lzma.compress, bz2.compress])
+def test_a_packed_log_without_end_is_cut_and_says_so(told, monkeypatch, packed):
+    monkeypatch.setattr(logfile, "MOST", 1 << 20)
+    code, out, _ = told(packed(LONG))
+    assert code == 3  # the failure stands behind what was read
+    assert re.search(r"hint .*is longer than .*only its beginning was read", out)
+    code, out, _ = told(packed(LONG[: 1 << 20]))
+    assert "is longer than" not in out
+
+
+def test_a_log_that_is_too_long_is_read_at_both_ends_or_refused(told, monkeypatch):
+    monkeypatch.setattr(logfile, "MOST", 1 << 20)
+    code, out, _ = told(LONG)
+    assert code == 1
+    assert f":{LONG.count(bytes([10]), 0, LONG.index(b'RuntimeError: it broke')) + 1} TP1" in out
+    assert re.search(r"hint .*is longer than .*its beginning and its end were read", out)
+    monkeypatch.setattr(logfile, "LARGEST", 1 << 20)
+    code, out, err = told(LONG)
+    assert (code, out) == (2, "")
+    assert "give what matters alone" in err
+
+
+def test_what_is_written_while_it_is_read_is_not_read(tmp_path):
+    path = tmp_path / "log"
+    path.write_bytes(LONG)
+    size = 0
+    for chunk in logfile.LogFile(str(path)).chunks():
+        size += len(chunk)
+        assert size <= len(LONG)
+        with path.open("ab") as other:
+            other.write(b"y" * (1 << 19))
+    assert size == len(LONG)
+
+
+def test_a_log_that_asks_for_more_memory_than_anybody_has(told):
+    filters = [{"id": lzma.FILTER_LZMA2, "dict_size": 1 << 30, "preset": 0}]
+    _, out, _ = told(lzma.compress(BEGIN.encode(), filters=filters), name="x.xz")
+    assert "Memory usage limit" in out
+
+
+def test_two_streams_of_xz_in_one_file(told):
+    code, out, _ = told(lzma.compress(BEGIN.encode()) + bytes(4) + lzma.compress(READY.encode()))
+    assert (code, "damaged" in out) == (0, False)
+    code, out, _ = told(lzma.compress((BEGIN + READY).encode() * 99)[:-9])
+    assert "damaged or incomplete" in out
+
+
+def test_a_dump_too_large_to_be_one(told):
+    code, out, err = told(b'[{"pid": 1, "frames": []},\n' + b" " * (17 << 20))
+    assert (code, out) == (2, "")
+    assert "looks like a stack dump, and it is larger than 16 MiB" in err
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")

@@ -15,9 +15,17 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpuserve.report import bundle
+from pytest_gpuserve.report import bundle, bundle_check, bundle_reader
 from pytest_gpuserve.report.bundle_check import check
-from pytest_gpuserve.report.bundle_reader import Bundle, BundleError, Directory, Zip, open_bundles, unsafe_name
+from pytest_gpuserve.report.bundle_reader import (
+    MOST_LISTED,
+    Bundle,
+    BundleError,
+    Directory,
+    Zip,
+    open_bundles,
+    unsafe_name,
+)
 from pytest_gpuserve.report.bundle_zip import write_zip
 from pytest_gpuserve.report.files import MARKER, Store
 
@@ -242,16 +250,73 @@ def test_a_nul_in_a_name_is_seen_in_the_file_itself(tmp_path: Path) -> None:
     assert "a NUL in its name" in Zip(path).odd.values()
 
 
-def test_what_no_decompressor_takes_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
-    """Each has errors of its own, LZMA's are no subclass of any."""
+def test_what_is_not_packed_as_ours_are_is_not_unpacked(tmp_path: Path) -> None:
+    """Other methods take as much memory as the file asks for."""
     path = tmp_path / "x.zip"
-    with zipfile.ZipFile(path, "w", zipfile.ZIP_LZMA) as archive:
-        archive.writestr("b/log.txt", "x" * 5000)
+    with zipfile.ZipFile(path, "w") as archive:
+        archive.writestr("b/incident.json", "{}", zipfile.ZIP_LZMA)
+        archive.writestr("b/log.txt", "{}", zipfile.ZIP_BZIP2)
+        archive.writestr("b/stored.txt", "{}", zipfile.ZIP_STORED)
+    files = Zip(path)
+    assert set(files.names) == {"b/stored.txt"}
+    assert set(files.odd.values()) == {"packed in another way than by deflate"}
+    with pytest.raises(OSError):
+        files.read("b/log.txt")
+
+
+def test_what_cannot_be_unpacked_is_a_file_that_cannot_be_read(tmp_path: Path) -> None:
+    path = hostile(tmp_path / "x.zip", {"b/log.txt": "x" * 5000})
     raw = path.read_bytes()
-    at = raw.index(b"log.txt") + len("log.txt") + 9
+    at = raw.index(b"log.txt") + len("log.txt")
     path.write_bytes(raw[:at] + b"\xff" * 8 + raw[at + 8 :])
     with pytest.raises(OSError, match="cannot be unpacked"):
         Zip(path).read("b/log.txt")
+
+
+def test_a_zip_that_lists_more_than_memory_holds(tmp_path: Path) -> None:
+    with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+        archive.writestr("incident.json", "{}")
+        for number in range(MOST_LISTED // 400 + 1):
+            archive.writestr(f"{number:0400}", b"")
+    with pytest.raises(BundleError, match="its list of files is longer than 8 MiB"):
+        open_bundles(tmp_path / "x.zip")
+
+
+@pytest.mark.parametrize("packed", [True, False])
+def test_what_comes_after_a_gigabyte_is_not_looked_at(
+    packed: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(bundle_reader, "MOST_TOTAL", 10_000)
+    monkeypatch.setattr(bundle_reader, "MOST_FILES", 40)
+    path = make(tmp_path)
+    for number in range(5):
+        (path / "stacks" / f"TP{number}.9.json").write_text(" " * 4000)
+    (path / "z").write_text("small")
+    if packed:
+        with zipfile.ZipFile(tmp_path / "x.zip", "w") as archive:
+            for file in sorted(path.rglob("*")):
+                archive.write(file, f"{NAME}/{file.relative_to(path)}")
+    found = opened(tmp_path / "x.zip" if packed else path)
+    assert "stacks/TP0.9.json" in found.files.names
+    late = [f"stacks/TP{number}.9.json" for number in (3, 4)]
+    for name in late:
+        assert found.text(name) is None
+        assert "in all" in found.files.odd[name]
+    assert not check(found).whole
+    for number in range(60):
+        (path / f"many{number}").mkdir()
+    assert any("more than 40 files" in why for why in opened(path).files.odd.values())
+
+
+def test_json_is_parsed_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A hostile one takes 25 times its size in memory."""
+    monkeypatch.setattr(bundle_reader, "MOST_JSON", 1000)
+    monkeypatch.setattr(bundle_check, "MOST_JSON", 1000)
+    path = make(tmp_path)
+    (path / "incident.json").write_text(json.dumps({"verdict": "hang", "pad": "x" * 1000}))
+    assert opened(path).json("incident.json") == {}
+    (path / "bundle.json").unlink()
+    assert any(line.startswith("torn: incident.json: larger than") for line in told(path))
 
 
 def test_no_zip_at_all(tmp_path: Path) -> None:

@@ -7,20 +7,17 @@ of what stands in a file.
 from __future__ import annotations
 
 import os
-import stat
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
 
+from ... import foreign
 from ...text import foreign_json
 from ..bundle_reader import MOST_BYTES, Bundle
 
-JSON_BYTES: Final = 16 << 20
 LINES_BYTES: Final = 32 << 20
-
-_READ = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOCTTY
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,13 +43,13 @@ class Folder:
 
     def read(self, name: str, most: int) -> bytes | None:
         """At most ``most`` bytes from the start of a regular file; None where there is none."""
-        with suppress(OSError, ValueError), open(self._open(name), "rb") as file:
+        with suppress(OSError), foreign.opened_below(self.path, name) as file:
             return file.read(most)
         return None
 
     def json(self, name: str) -> Mapping[str, Any]:
         """The JSON object in a file; empty where there is none that can be read."""
-        data = self.read(name, JSON_BYTES)
+        data = self.read(name, foreign.MOST_JSON)
         return mapping(parsed(data)) if data else {}
 
     def lines(self, name: str) -> Iterator[Mapping[str, Any]]:
@@ -64,7 +61,7 @@ class Folder:
 
     def ends(self, name: str, head: int, tail: int) -> Ends:
         """The first ``head`` and the last ``tail`` bytes of a text of any size, each cut at a line's end."""
-        with suppress(OSError, ValueError), open(self._open(name), "rb") as file:
+        with suppress(OSError), foreign.opened_below(self.path, name) as file:
             size = os.fstat(file.fileno()).st_size
             if size <= head + tail:
                 return Ends(file.read(head + tail).decode(errors="replace"), 0, "")
@@ -75,22 +72,6 @@ class Folder:
             last = last[last.find(b"\n") + 1 :]
             return Ends(first.decode(errors="replace"), size - len(first) - len(last), last.decode(errors="replace"))
         return Ends("", 0, "")
-
-    def _open(self, name: str) -> int:
-        *folders, last = name.split("/")
-        handle = os.open(self.path, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
-        try:
-            for folder in folders:
-                inner = os.open(folder, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC, dir_fd=handle)
-                os.close(handle)
-                handle = inner
-            found = os.open(last, _READ, dir_fd=handle)
-        finally:
-            os.close(handle)
-        if not stat.S_ISREG(os.fstat(found).st_mode):
-            os.close(found)
-            raise OSError(f"{name} is no regular file")
-        return found
 
 
 class Packed(Folder):

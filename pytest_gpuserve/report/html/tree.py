@@ -16,6 +16,7 @@ from ...diagnose import parse, roles
 from ...diagnose.merge import merge, place
 from ...diagnose.signatures import by_id
 from ...phases.labels import format_ranks, label_order
+from ..bundle_reader import MOST_PARSED
 from .reading import Folder, items, mapping, text, texts
 
 CLASSES: Final = 300
@@ -149,10 +150,12 @@ def _what(signature: str) -> str:
 def _lines(folder: Folder) -> dict[str, list[tuple[str, int]]]:
     """By label, root first: what a frame is called in paths, and its line."""
     dumps = []
+    left = MOST_PARSED
     for name in folder.names("stacks")[:_STACK_FILES]:
         if name.endswith(".json") and not name.endswith(".native.json") and not name.startswith((".", "pytest.")):
             data = folder.read(f"stacks/{name}", _STACK_BYTES)
-            if data:
+            left -= len(data or b"")
+            if data and left >= 0:
                 dumps += parse.read_dumps(data.decode(errors="replace"), role_of=roles.any_role)
     members = merge(parse.as_rounds(dumps)).members
     return {m.label: [(place(f), f.line or 0) for f in reversed(m.frames)] for m in members}
