@@ -24,14 +24,17 @@ FAULTS = (
     "die@cuda_graph:rank=1:after=4", "exit@weight_load:rank=2:code=3:after=4", "raise@weight_load:rank=1:after=4",
     "oom@weight_load:rank=2:after=4", "skip_collective@cuda_graph:rank=3", "symmetric@cuda_graph",
     "slow@weight_load:rank=1:how=compile:for=90", "deaf@serving:requests=1", "wedge@serving",
-    "flock@weight_load:rank=2", "symmetric@weight_load",
+    "flock@weight_load:rank=2", "symmetric@weight_load", "sleep@kv_cache:rank=2", "pipe@kv_cache:rank=3",
+    "gil@compile:rank=1",
 )  # fmt: skip
 """What is injected; deaths come a few seconds later, as in a real start-up, when the ranks have their titles."""
+VLLM = ("pipe@kv_cache:rank=3",)
+"""With these the engine plays vLLM, else SGLang."""
 
 TEST = """
 import pytest
 
-@pytest.mark.gpuserve(engine="sim", tp=4, startup_timeout={budget}, args={{"fault": "{fault}"}})
+@pytest.mark.gpuserve(engine="sim", tp=4, startup_timeout={budget}, args={{"fault": "{fault}", "flavor": "{flavor}"}})
 @pytest.mark.timeout(40)
 def test_{kind}(server):
     body = {{"model": server.model, "prompt": "2+2=", "max_tokens": 4, "temperature": 0}}
@@ -52,8 +55,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for fault in FAULTS:
             kind, test = fault.partition("@")[0], name_of(fault)
             if not options.only or kind in options.only or test in options.only:
-                budget = 40 if kind == "slow" else 90
-                (project / f"test_{test}.py").write_text(TEST.format(kind=kind, fault=fault, budget=budget))
+                flavor = "vllm" if fault in VLLM else "sglang"
+                given = {"kind": kind, "fault": fault, "flavor": flavor, "budget": 40 if kind == "slow" else 90}
+                (project / f"test_{test}.py").write_text(TEST.format(**given))
         command = [sys.executable, "-m", "pytest", f"-n{options.jobs}", "--dist=loadfile", "-q"]
         command += ["--gpuserve-stall-timeout=15", "--gpuserve-artifacts=artifacts", "-p", "no:cacheprovider"]
         environment = {**os.environ, "GPUSERVE_STATE": str(project / "state")}

@@ -14,6 +14,7 @@ from .kernel import KernelWait, kernel_wait
 from .mechanism import BUSY, READS, mechanism, spins
 from .merge import Member, Merged, label_order, merge
 from .model import ClassKind, Frame, RankClass
+from .phase_frames import Reached, reached
 from .roles import rank_in
 from .signatures import last_name
 
@@ -190,15 +191,22 @@ class Case:
         return tuple(found)
 
     @cached_property
+    def phases(self) -> Mapping[str, Reached]:
+        """Where each rank is, by the log and by its stack."""
+        members = self.merged.by_label
+        told = {label: told for label, told in self.evidence.phases.items() if told.phase in PHASES}
+        return {n: reached(told[n], members[n].frames if n in members else ()) for n in told}
+
+    @cached_property
     def phase(self) -> Phase | None:
         """The phase of the rank that is least far."""
-        known = [p.phase for p in self.evidence.phases.values() if p.phase in PHASES]
-        return min(known, key=PHASES.index) if known else None
+        place = self.phase_of(())
+        return place.phase if place else None
 
-    def phase_of(self, labels: Iterable[str]) -> Phase | None:
-        """The phase of the given ranks, else the least of all."""
-        known = [self.evidence.phases[label].phase for label in labels if label in self.evidence.phases]
-        return min(known, key=PHASES.index) if known else self.phase
+    def phase_of(self, labels: Iterable[str]) -> Reached | None:
+        """Where the given ranks are, else the least of all."""
+        known = [self.phases[label] for label in labels if label in self.phases] or list(self.phases.values())
+        return min(known, key=lambda place: (PHASES.index(place.phase), place.over)) if known else None
 
     @cached_property
     def serving(self) -> bool:

@@ -133,7 +133,8 @@ class Judgement:
 
     ``facts`` are (claim, witness) pairs; ``ruled_out`` likewise (what it is not, and by what). ``confidence`` 0..1.
     ``cause`` and ``advice`` are the parts of ``text`` that say what happened and what to do; ``known``: addresses of
-    public reports of the same. ``gone``: ranks and roles that ended.
+    public reports of the same. ``gone``: ranks and roles that ended. ``phase_over``: ``phase`` has ended, and neither
+    log nor stack says which came after it.
     """
 
     verdict: Verdict
@@ -149,6 +150,7 @@ class Judgement:
     advice: str = ""
     known: tuple[str, ...] = ()
     gone: tuple[Gone, ...] = ()
+    phase_over: bool = False
 
     def to_json(self) -> dict[str, Any]:
         """The object of schema ``gpuserve.verdict/1``."""
@@ -156,6 +158,7 @@ class Judgement:
             "schema": "gpuserve.verdict/1",
             "verdict": self.verdict,
             "phase": self.phase,
+            "phase_over": self.phase_over,
             "culprits": list(self.culprits),
             "classes": [c.to_json() for c in self.classes],
             "missing": list(self.missing),

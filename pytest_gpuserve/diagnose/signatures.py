@@ -139,10 +139,10 @@ class Signature:
 def load() -> tuple[Signature, ...]:
     """All signatures of the data file, in its order."""
     text = resources.files(__package__).joinpath("signatures.toml").read_text("utf-8")
-    return tuple(Signature.from_mapping(entry) for entry in _toml(text)["signature"])
+    return tuple(Signature.from_mapping(entry) for entry in read_toml(text)["signature"])
 
 
-def _toml(text: str) -> dict[str, Any]:
+def read_toml(text: str) -> dict[str, Any]:
     toml = import_module("tomllib" if sys.version_info >= (3, 11) else "tomli")
     return dict(toml.loads(text))
 

@@ -14,6 +14,7 @@ from .finding import Finding
 from .mechanism import contradicted, mechanism
 from .merge import Member, format_ranks, label_order
 from .model import Frame, Gone, Judgement, RankClass
+from .phase_frames import Reached
 from .proc_facts import exit_words
 from .signatures import by_id, last_name
 
@@ -29,17 +30,18 @@ def judgement(case: Case, finding: Finding) -> Judgement:
         RankClass(c.role, c.group, c.ranks, case.kind(c), c.path, c.signature, c.moving) for c in case.merged.classes
     )
     finding = _settled(case, finding)
-    phase = case.phase_of(finding.culprits)
+    place = case.phase_of(finding.culprits)
     ruled_out, facts = _ruled_out(case, finding), _facts(case, finding)
     return Judgement(
         verdict=finding.verdict,
-        phase=phase,
+        phase=place.phase if place else None,
+        phase_over=bool(place and place.over),
         culprits=finding.culprits,
         classes=classes,
         missing=case.missing or case.undumped,
         ruled_out=tuple(ruled_out),
         confidence=round(finding.confidence, 2),
-        text=_text(case, finding, phase),
+        text=_text(case, finding, place),
         facts=tuple(facts),
         cause=_cause(case, finding),
         advice=" ".join(advice(case, finding)),
@@ -53,7 +55,7 @@ def _gone(case: Case, first: str) -> tuple[Gone, ...]:
     found: dict[tuple[str, Phase | None, bool], list[str]] = {}
     order = sorted(case.dead, key=lambda label: (label != first, label_order(label)))
     for label in order:
-        phase = case.evidence.phases[label].phase if label in case.evidence.phases else None
+        phase = case.phases[label].phase if label in case.phases else None
         found.setdefault((exit_words(case.dead[label]), phase, label == first), []).append(label)
     return tuple(Gone(tuple(labels), how, phase, ahead) for (how, phase, ahead), labels in found.items())
 
@@ -81,11 +83,11 @@ def _cause(case: Case, finding: Finding) -> str:
     return "; ".join(clause.rstrip(". ") for clause in clauses)
 
 
-def _text(case: Case, finding: Finding, phase: str | None) -> str:
+def _text(case: Case, finding: Finding, place: Reached | None) -> str:
     evidence = case.evidence
     head: str = finding.verdict
-    if phase and finding.verdict not in ("ready",):
-        head += f" in {phase}"
+    if place and finding.verdict not in ("ready",):
+        head += f" {'past' if place.over else 'in'} {place.phase}"
     progress = evidence.progress
     if finding.verdict == "hang" and progress and (progress.still or 0) >= 1:
         head += f" after {progress.still:.0f} s without progress"
@@ -297,6 +299,9 @@ def _facts(case: Case, finding: Finding) -> list[tuple[str, str]]:
         if entry.role in ("helper", "other") and not set(entry.ranks) & set(finding.culprits):
             continue
         found.append((f"{format_ranks(entry.ranks)} {doing(case, entry, members)}", _dumper(members)))
+    for label, place in case.phases.items():
+        if place.by is not None and label in finding.culprits:
+            found.append((f"{label} is in {place.phase}: it is inside {place.by.name}", "stack"))
     progress = case.evidence.progress
     if progress and progress.still is not None:
         found.append((f"nothing moved for {progress.still:.0f} s; last: {progress.last or 'unknown'}", "watcher"))

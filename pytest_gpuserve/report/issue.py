@@ -8,7 +8,7 @@ from typing import Any, Final
 
 from .bundle_reader import Bundle
 from .markdown import block, code, plain
-from .pages import REASONS, gone, mapping, number, pairs, sections, strings
+from .pages import REASONS, gone, mapping, number, pairs, sections, strings, where
 from .repro import environment, script
 
 MOST: Final = 60_000
@@ -66,7 +66,7 @@ def _issue(bundle: Bundle, most: int) -> str:
 
 def _title(incident: Mapping[str, Any], versions: Mapping[str, Any]) -> str:
     """``hang in cuda_graph, TP3 (sglang 0.5.6, tp=8, eagle3)``."""
-    phase = f" in {plain(incident['phase'])}" if incident.get("phase") else ""
+    phase = f" {plain(place)}" if (place := where(incident)) else ""
     culprits = strings(incident.get("culprits"))
     who = f", {plain(', '.join(culprits[:4]))}" if culprits else ""
     return f"{plain(incident.get('verdict'))}{phase}{who} ({_engine(incident, versions)}, {plain(incident.get('id'))})"
@@ -98,7 +98,8 @@ def _bug(incident: Mapping[str, Any], most: int) -> list[str]:
 
 def _table(incident: Mapping[str, Any]) -> Iterator[tuple[str, str]]:
     yield "verdict", str(incident.get("verdict"))
-    yield "phase", str(incident.get("phase") or "unknown")
+    over = " is over; which came next is not known" if incident.get("phase_over") is True else ""
+    yield "phase", f"{incident.get('phase') or 'unknown'}{over}"
     culprits = strings(incident.get("culprits"))
     yield "rank", ", ".join(culprits) or "none stands out"
     if missing := strings(incident.get("missing")):

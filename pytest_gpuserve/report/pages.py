@@ -57,6 +57,12 @@ def sections(incident: Mapping[str, Any]) -> Iterator[tuple[str, list[str]]]:
             yield str(title), [line for entry in body for line in block(entry, 1200) or [""]]
 
 
+def where(incident: Mapping[str, Any]) -> str:
+    """`` in cuda_graph``; `` past weight_load`` where nothing says what came next; "" where it is not known."""
+    word = "past" if incident.get("phase_over") is True else "in"
+    return f" {word} {incident['phase']}" if incident.get("phase") else ""
+
+
 def gone(incident: Mapping[str, Any]) -> list[str]:
     """``TP1: killed by SIGKILL, first of all, last phase cuda_graph``, one a line."""
     entries = incident.get("gone")

@@ -9,7 +9,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
 from ..text import one_line
-from .pages import mapping, strings
+from .pages import mapping, strings, where
 
 SCHEMA: Final = "gpuserve.launch/1"
 """Schema of a bundle's server.json."""
@@ -27,7 +27,7 @@ def script(server: Mapping[str, Any], incident: Mapping[str, Any]) -> str:
     """A shell script; foreign text in it stands quoted, or in comments of one line."""
     lines = [
         "#!/bin/sh",
-        f"# {_comment(incident.get('verdict'))} in {_comment(incident.get('phase') or 'an unknown phase')}: "
+        f"# {_comment(incident.get('verdict'))} {_comment(where(incident) or 'in an unknown phase')}: "
         f"{_comment(incident.get('id'))}",
         "# Starts the server that failed, with what differed from a plain environment. Values like <secret-1> were",
         "# removed: put your own in their places.",

@@ -61,7 +61,7 @@ class ModelRunner:
             self.script.load_end(draft=True)
             self.barrier("draft_load")
 
-    def init_kv_cache(self) -> None:
+    def initialize_kv_cache(self) -> None:
         self.script.kv_begin()
         self.run_kernels("kv_cache")
         self.script.kv_end()
@@ -83,15 +83,15 @@ class ModelRunner:
             self.script.autotune_end()
             self.barrier("autotune")
 
-    def capture_cuda_graph(self) -> None:
+    def capture_model(self) -> None:
         if self.options.cuda_graph:
-            self.capture("cuda_graph", draft=False)
+            self._capture_cudagraphs("cuda_graph", draft=False)
 
-    def capture_draft_cuda_graph(self) -> None:
+    def capture_draft_model(self) -> None:
         if self.options.cuda_graph and self.options.has_draft:
-            self.capture("draft_cuda_graph", draft=True)
+            self._capture_cudagraphs("draft_cuda_graph", draft=True)
 
-    def capture(self, phase: str, *, draft: bool) -> None:
+    def _capture_cudagraphs(self, phase: str, *, draft: bool) -> None:
         self.script.capture_begin(draft=draft)
         try:
             self.run_kernels(phase, len(CAPTURE_SIZES), self.script.captures)

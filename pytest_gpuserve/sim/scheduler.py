@@ -50,12 +50,12 @@ class Scheduler:
         """All phases of start-up, in SGLang 0.5.12's order: the target's graphs before the draft model."""
         self.runner.init_distributed()
         self.runner.load_weights()
-        self.runner.init_kv_cache()
+        self.runner.initialize_kv_cache()
         self.runner.compile_kernels()
         self.runner.autotune()
-        self.runner.capture_cuda_graph()
+        self.runner.capture_model()
         self.runner.load_draft()
-        self.runner.capture_draft_cuda_graph()
+        self.runner.capture_draft_model()
         self.script.ready()
         if self.out:
             self.out.send(("ready",))

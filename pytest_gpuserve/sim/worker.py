@@ -38,12 +38,12 @@ class Worker:
 
     def compile_or_warm_up_model(self) -> None:
         self.runner.compile_kernels()
-        self.runner.init_kv_cache()
+        self.runner.initialize_kv_cache()
         self.core.send(("kv_cache",))
         self.core.recv()  # the engine core answers when it has heard of every rank
         self.runner.autotune()
-        self.runner.capture_cuda_graph()
-        self.runner.capture_draft_cuda_graph()
+        self.runner.capture_model()
+        self.runner.capture_draft_model()
         self.runner.warm_up()
         self.core.send(("ready",))
         self.runner.become_ready()

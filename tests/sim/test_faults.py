@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-WAITING = ("recv", "recv", "all_reduce", "barrier", "capture_cuda_graph", "init_model_worker", "run_scheduler_process")
+WAITING = ("recv", "recv", "all_reduce", "barrier", "capture_model", "init_model_worker", "run_scheduler_process")
 
 BLOCKED = {
     # kind: functions of the struck rank from the leaf on, system calls (x86-64) it may be in
@@ -31,7 +31,7 @@ def test_blocked_in_start_up(start: Any, wait_until: Callable[..., Any], kind: s
     port = _free_port()
     server = start("--tp", "3", "--fault", f"{kind}@cuda_graph" + ("" if kind == "symmetric" else ":rank=1"), port=port)
     struck = server.rank(1)
-    server.stuck_in(struck, *functions, "capture_cuda_graph", "run_scheduler_process")
+    server.stuck_in(struck, *functions, "capture_model", "run_scheduler_process")
     for number in (0, 2):
         server.stuck_in(server.rank(number), *(WAITING if kind != "symmetric" else functions))
     if syscalls and server.syscall(struck) is not None:
@@ -62,7 +62,7 @@ def test_spin(start: Any, wait_until: Callable[..., Any], how: str, function: st
 def test_flock_is_held_by_a_rank_that_waits(start: Any) -> None:
     server = start("--tp", "3", "--fault", "flock@kv_cache:rank=1")
     server.stuck_in(server.rank(1), "acquire_build_lock")
-    server.stuck_in(server.rank(2), "recv", "recv", "all_reduce", "barrier", "init_kv_cache")
+    server.stuck_in(server.rank(2), "recv", "recv", "all_reduce", "barrier", "initialize_kv_cache")
     locks = Path("/proc/locks").read_text().splitlines()
     waiter = next(line for line in locks if "->" in line and f" {server.rank(1)} " in line)
     inode = re.search(r"\S+:\S+:\d+", waiter)
@@ -74,7 +74,7 @@ def test_flock_is_held_by_a_rank_that_waits(start: Any) -> None:
 def test_skip_collective_in_start_up(start: Any) -> None:
     """The rank that went on waits in the next collective, the others in the one that it left out."""
     server = start("--tp", "3", "--fault", "skip_collective@weight_load:rank=2")
-    server.stuck_in(server.rank(2), "recv", "recv", "all_reduce", "barrier", "init_kv_cache")
+    server.stuck_in(server.rank(2), "recv", "recv", "all_reduce", "barrier", "initialize_kv_cache")
     for number in (0, 1):
         server.stuck_in(server.rank(number), "recv", "recv", "all_reduce", "barrier", "load_weights")
 
@@ -186,7 +186,7 @@ def test_every_phase_can_be_struck(start: Any, flavor: str, phase: str) -> None:
     functions = {
         "distributed_init": "init_distributed",
         "draft_load": "load_draft",
-        "draft_cuda_graph": "capture_draft_cuda_graph",
+        "draft_cuda_graph": "capture_draft_model",
         "warmup": "execute_model",
         "ready": "become_ready",
         "compile": "compile_kernels",

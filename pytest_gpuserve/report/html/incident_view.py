@@ -98,7 +98,7 @@ def view(folder: Folder) -> IncidentView:
         version=text(incident.get("engine_version"), 80),
         verdict=verdict,
         word=verdict if verdict in VERDICTS else "undecided",
-        phase=text(incident.get("phase"), 40),
+        phase=text(incident.get("phase"), 40) + (" (over)" if incident.get("phase_over") is True else ""),
         culprits=format_ranks(culprits),
         missing=format_ranks(missing),
         text=text(incident.get("text"), 6000),
