@@ -1,7 +1,8 @@
-"""Foreign text made safe to look at: what a terminal or a page would obey or hide is shown as ``\\x1b`` instead."""
+"""Foreign text made safe to look at: what a terminal, a page or a CI runner would obey or hide is written out."""
 
 from __future__ import annotations
 
+import re
 import unicodedata
 from typing import TYPE_CHECKING, Any
 
@@ -12,16 +13,29 @@ _INVISIBLE = frozenset("\u034f\u115f\u1160\u17b4\u17b5\u3164\uffa0\u2800") | {ch
 """Characters of visible categories that nothing is seen of (fillers, joiners, variation selectors)."""
 
 
+_COMMAND = re.compile(r"(?m)^([^\S\n]*):(?=:[A-Za-z])|#(?=#\w*\[)")
+"""What the runner of a CI service looks for in a log: ``::error::`` of GitHub at the beginning of a line; ``##[…]``,
+``##vso[…]`` of Azure and ``##teamcity[…]`` anywhere in it."""
+
+
 def escape(text: str, width: int | None = None) -> str:
-    """``text`` with control, format (bidi, zero width), unassigned and surrogate characters written as escapes.
+    """``text`` with control, format (bidi, zero width), unassigned and surrogate characters written as escapes, and
+    nothing that a CI service's runner takes for a command.
 
     Line feeds and tabs stay; carriage returns do not, so that nothing can overwrite what stands before it. With
     ``width`` every line is cut to that many columns (an ellipsis takes the last), wide characters counting two.
     """
     clean = text if text.isascii() and text.isprintable() else "".join(map(_shown, text))
+    if "::" in clean or "##" in clean:
+        clean = _COMMAND.sub(_tamed, clean)
     if width is None:
         return clean
     return "\n".join(_cut(line, width) for line in clean.split("\n"))
+
+
+def all_seen(text: str) -> bool:
+    """Every character is one that people see, or a space; there is no line feed or tab either."""
+    return all(character.isprintable() and character not in _INVISIBLE for character in text)
 
 
 def one_line(text: str, width: int | None = None) -> str:
@@ -51,6 +65,10 @@ def foreign_decoder() -> json.JSONDecoder:
         return value if abs(value) < 1e30 else None
 
     return json.JSONDecoder(parse_int=whole, parse_float=real, parse_constant=lambda _: None)
+
+
+def _tamed(found: re.Match[str]) -> str:
+    return "\\x23" if found[1] is None else f"{found[1]}\\x3a"
 
 
 def _shown(character: str) -> str:

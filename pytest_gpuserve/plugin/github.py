@@ -6,7 +6,6 @@ Both are only written where ``GITHUB_ACTIONS`` is ``true``, by the process that 
 from __future__ import annotations
 
 import os
-import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -22,15 +21,6 @@ MOST = 10
 """Annotations: GitHub shows no more of one step."""
 
 _SUMMARY_ROWS = 200
-
-
-def active() -> bool:
-    return os.environ.get("GITHUB_ACTIONS") == "true"
-
-
-def tame(text: str) -> str:
-    """Foreign text that must not be taken for a workflow command, which the runner looks for in every line."""
-    return re.sub(r"(?m)^(\s*):(?=:)", r"\1\\x3a", text).replace("##[", "#\\x23[")
 
 
 def report(reporter: pytest.TerminalReporter, incidents: Sequence[Mapping[str, Any]]) -> None:

@@ -154,7 +154,7 @@ def pytest_enter_pdb(config: pytest.Config) -> None:
 
 def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: pytest.Config) -> None:
     state = state_of(config)
-    if state.counted or state.settings.action == "plan":
+    if not state.is_worker and (state.counted or state.settings.action == "plan"):
         from .terminal import summary
 
         summary(terminalreporter, state)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -105,12 +104,7 @@ class Outcome:
             where = str(incident.get("incident") or "")
             if Path(where).name not in said + text:
                 lines.append(f"dumps: {where}")
-        text = "\n".join(escape(line) for line in "\n".join(filter(None, lines)).splitlines())
-        if os.environ.get("GITHUB_ACTIONS") != "true":
-            return text
-        from .github import tame
-
-        return tame(text)
+        return "\n".join(escape(line) for line in "\n".join(filter(None, lines)).splitlines())
 
     def _account(self, slot: Slot, found: Finding, report: pytest.TestReport) -> None:
         assert self._pool is not None

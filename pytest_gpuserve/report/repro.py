@@ -8,7 +8,7 @@ import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ..text import one_line
+from ..text import all_seen, one_line
 from .pages import mapping, strings, where
 
 SCHEMA: Final = "gpuserve.launch/1"
@@ -56,12 +56,20 @@ def environment(server: Mapping[str, Any]) -> dict[str, str]:
 
 
 def word(text: str) -> str:
-    """One word of a shell line; a home directory, which we replaced by ``~``, is put back, and no line is broken."""
-    if any(ord(c) < 32 or 0x7F <= ord(c) < 0xA0 for c in text):
-        return shlex.quote(one_line(text))
+    """One word of a shell line; a home directory, which we replaced by ``~``, is put back. What would break the line or
+    cannot be seen is made by printf: the script shows all that it does."""
+    if not all_seen(text):
+        return f"\"$(printf '%b' {shlex.quote(''.join(map(_octal, text)))})\""
     if text == "~" or text.startswith("~/"):
         return '"$HOME"' + (shlex.quote(text[1:]) if text[1:] else "")
     return shlex.quote(text)
+
+
+def _octal(character: str) -> str:
+    """As ``printf %b`` reads it."""
+    if all_seen(character) and character != "\\":
+        return character
+    return "".join(f"\\0{byte:o}" for byte in character.encode(errors="surrogateescape"))
 
 
 def _grouped(argv: Sequence[str]) -> Iterator[str]:

@@ -178,6 +178,7 @@ def test_github_gets_an_annotation_and_a_summary(run: Any) -> None:
     assert incident_of(project, "startup_budget").name in line
     rows = summary.read_text().splitlines()
     assert rows[0].startswith("### gpuserve")
+    assert rows.count(rows[0]) == 1  # xdist's workers have a terminal reporter, too
     assert rows[4].startswith("| hang | sim-tp1 | test_it.py::test_hang | hang in weight_load")
 
 
@@ -198,8 +199,6 @@ def test_hostile_text_is_no_command_of_githubs(tmp_path: Path) -> None:
     table = github.summary([entry])
     assert "<script" not in table
     assert len(table.rstrip().splitlines()) == 5
-    assert not re.search(r"(?m)^\s*::", github.tame(f"a\n  {HOSTILE}\n::warning::b"))
-    assert "##[" not in github.tame(HOSTILE)
 
 
 def test_a_killed_pytest_leaves_its_results_and_says_in_which_test(project: Any) -> None:

@@ -159,8 +159,9 @@ def test_hostile_words_reach_the_program_and_nothing_else(tmp_path: Path) -> Non
     words = ["printf", "%s|", "$(touch evil)", "`touch evil`", "; touch evil", "a'b", '"', "-n\ntouch evil", "\\"]
     server = {"argv": words, "environment": {"NCCL_X": "$(touch evil)", "a;touch evil": "x"}}
     script = repro.script(server, {"verdict": "x\ntouch evil", "id": "\ntouch evil", "test": "'\ntouch evil"})
+    assert not re.search("(?m)^touch evil", script)
     ran = subprocess.run(["sh"], input=script, text=True, cwd=tmp_path, capture_output=True, check=True)
-    assert ran.stdout == "$(touch evil)|`touch evil`|; touch evil|a'b|\"|-n touch evil|\\|"
+    assert ran.stdout == "$(touch evil)|`touch evil`|; touch evil|a'b|\"|-n\ntouch evil|\\|"
     assert not list(tmp_path.iterdir())
 
 

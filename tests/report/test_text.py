@@ -26,6 +26,9 @@ from pytest_gpuserve.text import escape, one_line
         ("filler\u3164\ufe0f", r"filler\u3164\ufe0f"),
         ("héllo 世界 ✓ a\u00a0b", "héllo 世界 ✓ a\u00a0b"),
         ("tabs\tand\nlines", "tabs\tand\nlines"),
+        ("::error file=x::y\n \u3000::add-mask::z", "\\x3a:error file=x::y\n \u3000\\x3a:add-mask::z"),
+        ("a ##[group]b ##vso[task.x]c ##teamcity[d]", "a \\x23#[group]b \\x23#vso[task.x]c \\x23#teamcity[d]"),
+        ("## a heading, std::move(x), ::1, ###", "## a heading, std::move(x), ::1, ###"),
     ],
 )
 def test_escapes(raw, shown):
