@@ -59,7 +59,7 @@ def word(text: str) -> str:
     """One word of a shell line; a home directory, which we replaced by ``~``, is put back. What would break the line or
     cannot be seen is made by printf: the script shows all that it does."""
     if not all_seen(text):
-        return f"\"$(printf '%b' {shlex.quote(''.join(map(_octal, text)))})\""
+        return f"\"$(printf '%b' '{''.join(map(_octal, text))}')\""
     if text == "~" or text.startswith("~/"):
         return '"$HOME"' + (shlex.quote(text[1:]) if text[1:] else "")
     return shlex.quote(text)
@@ -67,7 +67,7 @@ def word(text: str) -> str:
 
 def _octal(character: str) -> str:
     """As ``printf %b`` reads it."""
-    if all_seen(character) and character != "\\":
+    if all_seen(character) and character not in "\\'\"$`":
         return character
     return "".join(f"\\0{byte:o}" for byte in character.encode(errors="surrogateescape"))
 

@@ -87,7 +87,7 @@ class Browser:
     def requests(self):
         messages = [json.loads(entry["message"])["message"] for entry in self.driver.get_log("performance")]
         sent = [m["params"]["request"]["url"] for m in messages if m["method"] == "Network.requestWillBeSent"]
-        return [url for url in sent if not url.startswith(("chrome", "devtools", "about:", "data:,"))]
+        return [url for url in sent if not url.startswith(("chrome", "devtools", "about:", "data:"))]
 
 
 @pytest.fixture(scope="module")
