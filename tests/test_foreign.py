@@ -99,7 +99,13 @@ def test_a_file_that_grows_as_fast_as_it_is_read(tmp_path: Path) -> None:
 OURS = {
     *("report/files.py", "report/gather.py", "report/incident.py", "cli/bisect.py", "cli/pytest_probe.py"),
     *("engines/flags.py", "engines/kernels.py", "diagnose/checkup.py", "report/versions.py"),
-    *("plugin/newhooks.py", "diagnose/signatures.py", "diagnose/triage_rules.py", "report/html/page.py"),
+    *(
+        "plugin/newhooks.py",
+        "diagnose/phase_frames.py",
+        "diagnose/signatures.py",
+        "diagnose/triage_rules.py",
+        "report/html/page.py",
+    ),
 }
 """They read what only we write, what is installed, or what the kernel says."""
 

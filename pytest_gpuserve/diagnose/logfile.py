@@ -89,7 +89,7 @@ class LogFile:
         except OSError as error:
             raise LogError(f"{self.name} cannot be read: {error.strerror or error}.") from None
 
-    def _plain(self, file: io.BufferedReader, most: int) -> Iterator[bytes | Gap]:
+    def _plain(self, file: io.BufferedReader, most: int | None) -> Iterator[bytes | Gap]:
         size = os.fstat(file.fileno()).st_size
         if size > LARGEST:
             raise LogError(f"{self.name} is larger than {LARGEST >> 30} GiB: give what matters alone (tail -c 1G).")

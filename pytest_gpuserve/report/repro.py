@@ -69,7 +69,7 @@ def _octal(character: str) -> str:
     """As ``printf %b`` reads it."""
     if all_seen(character) and character not in "\\'\"$`":
         return character
-    return "".join(f"\\0{byte:o}" for byte in character.encode(errors="surrogateescape"))
+    return "".join(f"\\0{byte:03o}" for byte in character.encode(errors="surrogateescape"))
 
 
 def _grouped(argv: Sequence[str]) -> Iterator[str]:
