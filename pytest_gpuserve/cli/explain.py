@@ -32,8 +32,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
         nargs="+",
         metavar="FILE",
         help="logs of one server (per rank, per node, or one; .gz, .bz2, .xz, .zst are unpacked; - is stdin); stack "
-        "dumps of py-spy, faulthandler, pystack, gdb or eu-stack, or what gpuserve dump -o wrote; or the directory or "
-        "zip of an incident, or of many",
+        "dumps of py-spy, faulthandler, pystack, gdb, lldb, eu-stack or pytest-timeout, or what gpuserve dump -o "
+        "wrote; or the directory or zip of an incident, or of many",
     )
     parser.add_argument("--engine", metavar="NAME", help="the engine that wrote the logs (default: the log tells)")
     parser.add_argument("--json", action="store_true", help=f"print JSON: of logs the {SCHEMA} object")
@@ -105,6 +105,13 @@ def _logs(arguments: argparse.Namespace) -> int:
             f"there is no engine called {arguments.engine!r}: --engine takes one of {', '.join(known)}."
         )
     found = explain(arguments.files, arguments.engine)
+    if found.verdict in ("stalled", "undecided"):  # what the log leaves open, stacks in it may decide
+        from .explain_dumps import judged, quoted_in, show
+
+        stacks = [dump for name in arguments.files for dump in quoted_in(Path(name))]
+        judgement = judged(stacks, found) if stacks else None
+        if judgement is not None and judgement.verdict != "undecided":
+            return show(stacks, judgement, arguments)
     if arguments.json:
         print(json.dumps(found.to_json(), indent=2))  # ASCII: nothing in it is obeyed by a terminal
     else:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import errno
 import json
+import os
 import re
 from collections.abc import Iterator, Sequence
 from contextlib import suppress
@@ -15,7 +16,7 @@ from .. import foreign
 from ..diagnose import parse
 from ..diagnose.evidence import Evidence, LogFact
 from ..diagnose.merge import merge
-from ..diagnose.model import ProcessDump
+from ..diagnose.model import Judgement, ProcessDump
 from ..diagnose.triage import Triage
 from ..diagnose.verdict import judge
 from ..engines import engine_names, get_engine
@@ -26,9 +27,10 @@ EXIT_CODES: Final = {"ready": 0, "hang": 3, "slow": 4, "undecided": 5}
 """Exit code by verdict; every other verdict is a failure, 1."""
 
 _HEAD: Final = 256 << 10
+_TAIL: Final = 4 << 20
 _SIGNS: Final = re.compile(
-    rb"(?m)^\s*(?:Process \d+: |Thread (?:0x)?[0-9a-f]+ \(|(?:Current thread|Thread) 0x[0-9a-f]+"
-    rb"|Traceback for thread \d+|#0 +0x|TID \d+:|\[\{\"pid\")|\"frames\": ?\["
+    rb"Process \d+: |Thread .{0,40}\((?:idle|active)|most recent call first|Traceback for thread \d+|#0:? +\S"
+    rb"|TID \d+:|thread #\d|~ Stack of |\[\{\"pid\"|\"frames\": ?\["
 )
 _FATAL: Final = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
 
@@ -46,12 +48,23 @@ def dumps_of(path: Path) -> list[ProcessDump]:
             return []
         text = foreign.whole(path)
     except OSError as error:
-        if error.errno == errno.EFBIG:
+        if error.errno == errno.EFBIG and parse.read_dumps(head.decode(errors="replace")):
             raise GpuserveError(
                 f"{one_line(str(path))} looks like a stack dump, and {error.strerror}: give the part that matters."
             ) from None
         return []
     return parse.read_dumps(text.decode(errors="replace"), source=path.name)
+
+
+def quoted_in(path: Path) -> list[ProcessDump]:
+    """The stacks that the end of a log holds: an engine's watchdog prints those of every rank before it gives up."""
+    try:
+        with foreign.opened(path) as file:
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            text = file.read(_TAIL)
+    except OSError:
+        return []
+    return parse.read_dumps(text.decode(errors="replace"), source=path.name) if _SIGNS.search(text) else []
 
 
 def _clocks() -> Iterator[re.Pattern[bytes]]:
@@ -62,22 +75,43 @@ def _clocks() -> Iterator[re.Pattern[bytes]]:
 
 
 def run(dumps: Sequence[ProcessDump], log: Triage | None, arguments: argparse.Namespace) -> int:
-    """Judge them; ``log``: what the logs that were named beside them say.
+    """Judge them; ``log``: what the logs that were named beside them say."""
+    return show(dumps, judged(dumps, log), arguments)
 
-    Stacks alone do not tell whether anybody waited for an answer: idle processes are healthy ones.
-    """
-    rounds = parse.as_rounds(dumps)
-    merged = merge(rounds)
-    ranks = tuple(log.ranks) if log else ()
-    facts: tuple[LogFact, ...] = ()
-    if log and log.cause is not None and log.verdict in _FATAL:
-        facts = (LogFact(log.cause.line, f"{log.cause.log}, line {log.cause.number}", log.verdict, log.cause.rank),)
+
+def judged(dumps: Sequence[ProcessDump], log: Triage | None) -> Judgement:
+    """Stacks alone do not tell whether anybody waited for an answer: idle processes are healthy ones."""
+    facts = _deaths(dumps)
+    if log and log.cause is not None:
+        place = f"{log.cause.log}, line {log.cause.number}"
+        if log.verdict in _FATAL:
+            facts.append(LogFact(log.cause.line, place, log.verdict, log.cause.rank))
+        elif log.cause.kind.startswith("watchdog_"):
+            facts.append(LogFact(log.cause.line, place, "stalled"))
     evidence = Evidence(
-        reason="manual", rounds=rounds, expected=ranks, log=facts, engine=log.engine if log else None, foreign=True
+        reason="manual",
+        rounds=parse.as_rounds(dumps),
+        expected=tuple(log.ranks) if log else (),
+        log=tuple(facts),
+        engine=log.engine if log else None,
+        foreign=True,
     )
-    judgement = judge(evidence)
+    return judge(evidence)
+
+
+def _deaths(dumps: Sequence[ProcessDump]) -> list[LogFact]:
+    """What the processes died of: a stack that an interpreter prints at its end is no hang. Who was aborted may have
+    been so because it waited, and of several nobody knows the first."""
+    said = [(dump, str(dump.facts["fatal"])) for dump in dumps if dump.facts.get("fatal")]
+    alone = len(said) == 1 and not said[0][1].endswith("Aborted") and said[0][0].role.rank is not None
+    return [LogFact(words, "the dump", "crash", dump.label if alone else None) for dump, words in said]
+
+
+def show(dumps: Sequence[ProcessDump], judgement: Judgement, arguments: argparse.Namespace) -> int:
+    """Print the verdict, whole, and the classes."""
     if arguments.json:
         print(json.dumps(judgement.to_json(), indent=1))
     else:
-        print(escape(f"{judgement.text}\n\n{merged.text()}", 200))
+        print(escape(judgement.text))
+        print(escape(f"\n{merge(parse.as_rounds(dumps)).text()}", 200))
     return EXIT_CODES.get(judgement.verdict, 1)

@@ -47,6 +47,7 @@ _IDLE_LEAVES = frozenset(
     }
 )
 _LOCAL_WAITS = frozenset({"threading.py", "queue.py", "_base.py", "futures.py", "synchronize.py", "queues.py"})
+_AUTOGRAD = re.compile(r"torch/autograd/(?:graph|__init__)\.py$")
 _KERNEL_STATES = {"T": "stopped", "Z": "dead", "X": "dead"}
 
 
@@ -89,7 +90,7 @@ def telling(dump: ProcessDump) -> tuple[ThreadStack | None, Match | None]:
         return None, None
     found = match(main)
     frames = [f for f in folded(main.frames) if not f.native]
-    waits_inside = bool(frames) and frames[0].file.rpartition("/")[2] in _LOCAL_WAITS
+    waits_inside = bool(frames) and _waits_inside(frames[0])
     if found and (found.signature.kind == "idle" or not waits_inside):
         return main, found
     others = [(t, match(t)) for t in dump.threads if t is not main and not is_idle(t)]
@@ -103,6 +104,11 @@ def telling(dump: ProcessDump) -> tuple[ThreadStack | None, Match | None]:
         if best[1] or best[0].active:
             return best
     return main, found
+
+
+def _waits_inside(leaf: Frame) -> bool:
+    """It waits for another thread of its process: autograd runs ``backward`` on a thread for each device."""
+    return leaf.file.rpartition("/")[2] in _LOCAL_WAITS or _AUTOGRAD.search(leaf.file) is not None
 
 
 @dataclass(frozen=True, slots=True)
@@ -228,8 +234,8 @@ def merge(rounds: Sequence[Sequence[ProcessDump]]) -> Merged:
             seen[dump.process, nameless].append(dump)
     classed = [d for d in seen.values() if d[-1].role.role not in SILENT_ROLES]
     counted: Counter[str] = Counter(d[-1].role.role for d in seen.values() if d[-1].role.role in SILENT_ROLES)
-    labels = Counter(d[-1].label for d in classed)
-    members = _whole_paths([_member(dumps, unique=labels[dumps[-1].label] == 1) for dumps in classed])
+    names = _unique([dumps[-1] for dumps in classed])
+    members = _whole_paths([_member(dumps, label) for dumps, label in zip(classed, names, strict=True)])
     working = working_children(rounds)
     members = [
         replace(m, conduct=replace(m.conduct, child=working[m.process])) if m.process in working else m for m in members
@@ -238,7 +244,18 @@ def merge(rounds: Sequence[Sequence[ProcessDump]]) -> Merged:
     return Merged(tuple(sorted(members, key=lambda m: label_order(m.label))), len(rounds), dict(counted), idle)
 
 
-def _member(dumps: Sequence[ProcessDump], *, unique: bool) -> Member:
+def _unique(dumps: Sequence[ProcessDump]) -> list[str]:
+    """Labels; of several that are the same each with its pid, or counted where a paste does not tell it."""
+    total, seen = Counter(d.label for d in dumps), Counter[str]()
+    names = []
+    for dump in dumps:
+        seen[dump.label] += 1
+        number = dump.process.pid or seen[dump.label]
+        names.append(dump.label if total[dump.label] == 1 else f"{dump.label} {number}")
+    return names
+
+
+def _member(dumps: Sequence[ProcessDump], label: str) -> Member:
     last = dumps[-1]
     places: list[tuple[tuple[str, ...], tuple[Frame, ...], Match | None]] = []
     exact = set()
@@ -268,7 +285,6 @@ def _member(dumps: Sequence[ProcessDump], *, unique: bool) -> Member:
         leaf = found.frames[0] if found and found.start else None
     kind: ClassKind = "cause" if condition else (found.signature.kind if found else "other")
     rank = last.role.rank
-    label = last.label if unique else f"{last.label} {last.process.pid}"
     group = "" if rank is None or rank.tp is None else _group(rank.dp, rank.pp)
     return Member(
         label=label,

@@ -74,8 +74,10 @@ class ProcessDump:
 
     @property
     def label(self) -> str:
-        """The rank's or the role's name; ``pid 4711`` where nothing is known."""
-        return self.role.label if self.role.rank or self.role.role != "other" else f"pid {self.process.pid}"
+        """The rank's or the role's name; ``pid 4711`` where no more is known, ``process`` where not even that is."""
+        if self.role.rank or self.role.role != "other":
+            return self.role.label
+        return f"pid {self.process.pid}" if self.process.pid else "process"
 
     @property
     def main(self) -> ThreadStack | None:

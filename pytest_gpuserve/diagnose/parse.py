@@ -34,8 +34,9 @@ def read_dumps(text: str, *, role_of: RoleOf = any_role, source: str = "") -> li
     """Every process whose stacks stand in ``text``: any number of dumps, of any of the known tools, in any company.
 
     Known: py-spy text and ``--json`` (also in envelopes with ``stacks``, as our own incidents have), faulthandler,
-    pystack, gdb ``bt`` and ``py-bt``, eu-stack. ``source`` (a file name) helps to tell the process where the dump
-    does not say. Rounds of one process come as several dumps, in the order of the text. Never raises.
+    pystack, gdb ``bt`` and ``py-bt``, lldb, eu-stack, coredumpctl, pytest-timeout. ``source`` (a file name) helps to
+    tell the process where the dump does not say. Rounds of one process come as several dumps, in the order of the text.
+    What a process died of, where the dump says so, is in its facts as ``fatal``. Never raises.
     """
     dumps: list[ProcessDump] = []
     rest: list[str] = []
@@ -52,7 +53,8 @@ def read_dumps(text: str, *, role_of: RoleOf = any_role, source: str = "") -> li
         threads = process.stacks()
         if threads or process.certain:
             dump = _dump(process.pid or _main_tid(threads) or 0, process.title, threads, role_of, process.prefix)
-            dumps.append(replace(dump, process=ProcessId(dump.process.pid, start)))
+            facts = {"fatal": process.fatal} if process.fatal else {}
+            dumps.append(replace(dump, process=ProcessId(dump.process.pid, start), facts=facts))
     return dumps
 
 

@@ -269,9 +269,11 @@ def symmetric(case: Case) -> Finding | None:
         return None
     alone = len(case.ranks) == 1
     undecided = "" if alone else f"no rank stands out, so {words}"
+    if alone and case.evidence.foreign and layer in ("nccl", "network", "rendezvous"):
+        words, undecided = "", "what its peers do is not in this dump"
     return Finding(
         "hang",
-        "" if not alone else f"suspect {words}",
+        words if alone else "",
         signature=signature,
         layer=layer,
         facts=facts,

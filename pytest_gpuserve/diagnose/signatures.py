@@ -23,10 +23,15 @@ DEPTH = 8
 """How far from the leaf a signature may begin, in folded frames."""
 
 _LOCALS = ".<locals>"
+_CLONE = re.compile(
+    r"@@?[A-Z][\w.]*$|(?:\.(?:(?:constprop|isra|part|lto_priv|llvm)\.\d+|(?:cold|localalias)(?:\.\d+)?))+$"
+)
 
 
 def last_name(name: str) -> str:
-    """``Scheduler.run.<locals>.step`` -> ``step``; names of native functions lose arguments and templates."""
+    """``Scheduler.run.<locals>.step`` -> ``step``; names of native functions lose arguments, templates, symbol versions
+    (``poll@GLIBC_2.2.5``) and what compilers append to copies (``wait.constprop.0``)."""
+    name = _CLONE.sub("", name)
     if "(" in name and not name.startswith("("):
         name = name.partition("(")[0]
     if "<" in name and _LOCALS not in name and "::" in name:
@@ -122,7 +127,13 @@ class Signature:
 
     def find(self, frames: Sequence[Frame]) -> tuple[int, int] | None:
         """Indexes of the leaf-most and outermost frame of the match in ``frames`` (leaf first, folded), or None."""
-        for start, frame in enumerate(frames[: self.depth]):
+        python = 0
+        for start, frame in enumerate(frames):
+            if (python if not frame.native else start) >= self.depth:  # native frames are how a Python one waits
+                if python >= self.depth:
+                    break
+                continue
+            python += not frame.native
             if not self.frames[0].matches(frame):
                 continue
             end = start

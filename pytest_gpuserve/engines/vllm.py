@@ -206,7 +206,7 @@ class VLLM:
         """By title (``VLLM::Worker_DP0_TP1_EP1``; the prefix may be another); workers have numbers once initialised."""
         prefix, mark, kind = (cmdline[0] if cmdline else comm).partition("::")
         if mark and prefix and not prefix.startswith("sglang"):
-            if kind.startswith("Worker"):
+            if kind.startswith(("Worker", "RayWorker")):
                 return ProcessRole("worker", coordinates(kind))
             if kind.startswith("EngineCor"):  # comm holds 15 characters
                 return ProcessRole("engine_core", coordinates(kind))

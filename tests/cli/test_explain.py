@@ -356,3 +356,85 @@ def test_stacks_alone_do_not_say_that_anybody_waited(name, code, text, capsys):
     """``gpuserve dump`` of a healthy server, explained elsewhere, is no hang."""
     assert main(["explain", str(STACKS / name)]) == code
     assert capsys.readouterr().out.startswith(text)
+
+
+WATCHDOG = """\
+[2026-08-20 09:00:01 TP{rank}] Decode batch. #running-req: 1, #token: 90, gen throughput (token/s): 40.1
+[2026-08-20 09:06:55 TP{rank}] {sign}
+[2026-08-20 09:06:55 TP{rank}] Pyspy dump for PID 70{rank}:
+Process 70{rank}: sglang::scheduler_TP{rank}
+Python v3.12.3 (/usr/bin/python3.12)
+
+Thread 70{rank} (idle): "MainThread"
+{frames}
+    event_loop_overlap (scheduler.py:1100)
+"""
+SYNC = "    synchronize (torch/cuda/streams.py:231)\n    process_batch_result_decode (scheduler.py:350)"
+
+
+def test_a_log_that_quotes_stacks_is_judged_by_them(tmp_path, capsys):
+    """SGLang's watchdog prints every rank's stack into the log before it ends the server."""
+    sign = "Scheduler watchdog timeout (self.watchdog_timeout=300, self.soft=False)"
+    path = tmp_path / "server.log"
+    path.write_text("".join(WATCHDOG.format(rank=rank, sign=sign, frames=SYNC) for rank in range(4)))
+    assert main(["explain", str(path)]) == 3
+    shown = capsys.readouterr().out
+    assert shown.startswith("hang: TP0-3 wait for the overlapped batch on the GPU")
+    assert main(["explain", str(path), "--json"]) == 3
+    found = json.loads(capsys.readouterr().out)
+    assert (found["schema"], found["culprits"]) == ("gpuserve.verdict/1", [])
+    assert any("watchdog timeout" in fact["claim"] for fact in found["facts"])
+
+
+def test_a_log_keeps_its_verdict_where_quoted_stacks_decide_nothing(tmp_path, capsys):
+    path = tmp_path / "server.log"
+    path.write_text(WATCHDOG.format(rank=0, sign="Pyspy failed to dump PID 701.", frames="    own (my/own.py:3)"))
+    main(["explain", str(path), "--json"])
+    assert json.loads(capsys.readouterr().out)["schema"] == "gpuserve.triage/1"
+
+
+CRASHED = """\
+Fatal Python error: {how}
+
+Thread 0x00007f{rank} (most recent call first):
+  File "/x/zmq/sugar/socket.py", line 975 in recv_pyobj
+  File "/x/sglang/srt/managers/scheduler.py", line 1075 in recv_requests
+  File "/x/sglang/srt/managers/scheduler.py", line 2640 in event_loop_overlap
+"""
+
+
+@pytest.mark.parametrize(
+    ("how", "ranks", "culprits"),
+    [
+        ("Segmentation fault", (3,), ["TP3"]),
+        ("Segmentation fault", (3, 1), []),
+        ("Aborted", (3,), []),
+    ],
+)
+def test_a_stack_that_an_interpreter_prints_at_its_end_is_no_hang(how, ranks, culprits, tmp_path, capsys):
+    path = tmp_path / "crash.txt"
+    dumps = (f"rank {rank}:\n{CRASHED.format(how=how, rank=rank)}" for rank in ranks)
+    path.write_text("\n".join(dumps))
+    assert main(["explain", str(path), "--json"]) == 1
+    found = json.loads(capsys.readouterr().out)
+    assert (found["verdict"], found["culprits"]) == ("crash", culprits)
+    assert f"Fatal Python error: {how}" in found["text"]
+
+
+def test_the_verdict_is_shown_whole(capsys):
+    """One paragraph to paste: only the classes below it are cut to the width of a page."""
+    main(["explain", str(STACKS / "sglang_tp0_eagle_tree_sampling.txt")])
+    verdict = capsys.readouterr().out.splitlines()[0]
+    assert len(verdict) > 200
+    assert not verdict.endswith("…")
+
+
+@pytest.mark.parametrize(
+    "prefix", ["engine-1  | ", "> ", "        ", "(EngineCore pid=70) ", "Dec 19 02:07:16 h b[1]: "]
+)
+def test_a_dump_is_known_behind_prefixes(prefix, tmp_path, capsys):
+    lines = (STACKS / "sglang_tp0_eagle_tree_sampling.txt").read_text().splitlines()[1:]
+    path = tmp_path / "paste.txt"
+    path.write_text("\n".join(prefix + line for line in lines))
+    main(["explain", str(path)])
+    assert capsys.readouterr().out.startswith("hang: look at the GPU")

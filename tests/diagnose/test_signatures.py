@@ -65,6 +65,17 @@ def test_a_cause_far_from_the_leaf_is_none(dumps):
     assert found(dumps, collective) == "c10d-collective"
 
 
+def test_native_frames_are_how_a_python_frame_waits(dumps):
+    """The depth counts Python frames for a Python frame: ``--native`` makes a stack no deeper."""
+    native = " | ".join(f"inside{n} libnccl.so.2" for n in range(12))
+    assert found(dumps, f"{native} | all_reduce torch/distributed/distributed_c10d.py:1") == "c10d-collective"
+    far = " | ".join(f"inside{n} own/a.py:1" for n in range(8))
+    assert found(dumps, f"{far} | all_reduce torch/distributed/distributed_c10d.py:1") is None
+    assert found(dumps, f"{far} | cudaStreamSynchronize libcudart.so.12") is None
+    deep = " | ".join(f"inside{n} libx.so" for n in range(8))
+    assert found(dumps, f"{deep} | cudaStreamSynchronize libcudart.so.12") is None
+
+
 def test_ordinary_work_matches_nothing(dumps):
     for text in ("forward eng/model.py:3 | step eng/runner.py:9", "wait eng/queue_of_mine.py:3", "load eng/store.py:9"):
         assert found(dumps, text) is None
@@ -99,6 +110,11 @@ def test_frame_patterns(pattern, frame, expected):
         ("std::vector<int, std::allocator<int>>::push_back(int&&)", "vector"),
         ("<module>", "<module>"),
         ("0x7f0000487d71", "0x7f0000487d71"),
+        ("pthread_cond_wait@@GLIBC_2.3.2", "pthread_cond_wait"),
+        ("clock_nanosleep@GLIBC_2.2.5", "clock_nanosleep"),
+        ("do_futex_wait.constprop.1", "do_futex_wait"),
+        ("_PyEval_EvalFrameDefault.cold", "_PyEval_EvalFrameDefault"),
+        ("Model.part", "part"),
     ],
 )
 def test_last_names(name, expected):
