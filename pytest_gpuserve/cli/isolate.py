@@ -24,7 +24,7 @@ from ..isolation.variants import CommandLine, Variants, from_matrix
 from ..report.redact import Redactor
 from ..server.gpu_pool import GpuPool, gpu_pool
 from ..server.lifecycle import Limits
-from ..text import one_line
+from ..text import escape, one_line
 from . import isolate_text as text
 from . import parity
 from .isolate_run import Isolation
@@ -108,9 +108,9 @@ def run(arguments: argparse.Namespace) -> int:
     )
 
     def say(line: str) -> None:
-        print(f"{redactor.redact(line)}\n", end="", flush=True)  # in one piece: several threads speak
+        print(f"{escape(redactor.redact(line))}\n", end="", flush=True)  # in one piece: several threads speak
 
-    for line in text.plan(variants, arguments, evidence):
+    for line in text.plan(variants, arguments, evidence, text.command(variants, (), redactor)):
         say(line)
     if not variants.names:
         raise GpuserveError(
@@ -123,7 +123,7 @@ def run(arguments: argparse.Namespace) -> int:
     what = probe or (parity.PROMPTS, parity.TOKENS)
     mark = fingerprint(variants.names, variants.texts, variants.shown(()), what, arguments.ready, len(evidence))
     state = open_state(
-        arguments.output, mark, redactor.redact(variants.shown(everything)), redactor, fresh=arguments.fresh
+        arguments.output, mark, text.command(variants, everything, redactor), redactor, fresh=arguments.fresh
     )
     if state.runs:
         say(f"{len(state.runs)} runs are known from {arguments.output}; they are not repeated.")

@@ -20,7 +20,7 @@ from ..isolation.search import Finding, Question, Search, Trial, search
 from ..isolation.signature import ENVIRONMENT, outcome
 from ..isolation.variants import Variants
 from .isolate_state import Run, State
-from .isolate_text import running, told, what
+from .isolate_text import command, running, told, what
 from .launches import Given, Launcher, Seen
 from .parity import with_base
 from .pytest_probe import is_pytest, run_pytest
@@ -114,13 +114,13 @@ class Isolation:
         sets = tuple(tuple(variants.names[n] for n in sorted(found)) for found in finding.sets)
         refined: dict[str, tuple[str, ...]] = {}
         remedy, runs = None, 0
-        smallest = variants.shown(finding.sets[0]) if finding.sets else ""
+        smallest = command(variants, finding.sets[0], self._state.redactor) if finding.sets else ""
         if finding.status == "found":
             for number in sorted(finding.sets[0]):
                 smaller = variants.refined(number, finding.sets[0] - {number})
                 if smaller is not None and (parts := self._refine(variants.names[number], smaller)) is not None:
                     refined[variants.names[number]] = parts
-                    smallest = smaller.shown(smaller.names.index(part) for part in parts)
+                    smallest = command(smaller, map(smaller.names.index, parts), self._state.redactor)
         if finding.sets:
             remedy, runs = self._remedy(sets[0], finding.repro_rate)
         return Result(

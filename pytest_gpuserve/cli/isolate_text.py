@@ -4,24 +4,48 @@ from __future__ import annotations
 
 import argparse
 import math
-from collections.abc import Sequence
+import sys
+from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING
 
+from .. import shell
+from ..engines import get_engine
 from ..engines.features import Remedy
+from ..errors import GpuserveError
+from ..isolation.deltas import Command
 from ..isolation.plan import minutes
 from ..isolation.search import Trial
 from ..isolation.variants import Variants
+from ..report.redact import Redactor
 from ..text import one_line
 from .isolate_state import Run, State
 
 if TYPE_CHECKING:
     from .isolate_run import Result
 
+HOST, PORT = "127.0.0.1", 30000
+"""Where a command line says that it listens, of those that nobody typed."""
 
-def plan(variants: Variants, given: argparse.Namespace, evidence: Sequence[Trial]) -> list[str]:
-    """What will be tried, and what it costs at most."""
+
+def command(variants: Variants, on: Iterable[int], redactor: Redactor, remedy: Remedy | None = None) -> str:
+    """The command line with these deltas on, as it may be pasted into a shell; secrets are placeholders."""
+    on = list(on)
+    typed = variants.typed(on, remedy)
+    if typed is None:
+        spec = variants.wanted(on, remedy).spec
+        try:
+            launch = get_engine(spec.engine).launch(spec, host=HOST, port=PORT, python=spec.python or sys.executable)
+        except GpuserveError:  # not installed here
+            return variants.shown(on)
+        env = {**launch.env, **dict(spec.env)}
+        typed = Command(launch.argv, tuple((name, env[name] or "") for name in sorted(env)))
+    return shell.line(redactor.value(list(typed.argv)), redactor.value(dict(typed.env)).items())
+
+
+def plan(variants: Variants, given: argparse.Namespace, evidence: Sequence[Trial], base: str) -> list[str]:
+    """What will be tried, and what it costs at most. ``base``: its command line."""
     names, n = variants.names, len(variants.names)
-    lines = [f"base: {one_line(variants.shown(()), 2000)}", f"{n} delta{'' if n == 1 else 's'} that can be taken away:"]
+    lines = [f"base: {base}", f"{n} delta{'' if n == 1 else 's'} that can be taken away:"]
     lines += [
         f"  {name}: {one_line(text, 300)}" if text != name else f"  {name}"
         for name, text in zip(names, variants.texts, strict=True)
@@ -80,7 +104,7 @@ def told(run: Run, state: State) -> str:
 
 
 def report(variants: Variants, state: State, result: Result, seconds: float) -> list[str]:
-    """The end: what was found, the command lines, every run."""
+    """The end: what was found, the command lines as they may be pasted, every run."""
     lines = ["", *_finding(variants, state, result), ""]
     lines += table(state.runs, variants.names)
     searching = sum(1 for run in state.runs if run.stage == "search" and run.purpose == "search")
@@ -98,7 +122,7 @@ def _finding(variants: Variants, state: State, result: Result) -> list[str]:
         return [
             f"The base fails too{sought}, so none of the deltas is to blame. Look at the model, the GPUs and what is "
             "in the base; its command line:",
-            f"  {one_line(variants.shown(()), 4000)}",
+            f"  {command(variants, (), state.redactor)}",
             *_why(state, ()),
         ]
     if result.status == "not_reproduced":
@@ -124,11 +148,11 @@ def _finding(variants: Variants, state: State, result: Result) -> list[str]:
             lines.append(f"Of {name}, {matter}.")
         lines += [f"Another set that fails by itself: {' + '.join(other)}." for other in result.sets[1:]]
     if result.indices and not result.contradiction:
-        lines += ["Smallest command that fails:", f"  {one_line(result.smallest, 4000)}"]
+        lines += ["Smallest command that fails:", f"  {result.smallest}"]
     if result.remedy is not None:
         lines += [
             f"Smallest remedy that passes ({result.remedy.name}, {result.remedy_runs} of {result.remedy_runs} runs):",
-            f"  {one_line(variants.shown(everything, result.remedy), 4000)}",
+            f"  {command(variants, everything, state.redactor, result.remedy)}",
         ]
     elif result.status == "found":
         rest = set(everything) - {max(result.indices[0], key=lambda n: variants.weights[n])}
@@ -138,7 +162,7 @@ def _finding(variants: Variants, state: State, result: Result) -> list[str]:
             rest = {variants.names.index(name) for name in most.deltas}
             lines += [
                 "No known remedy passed; the largest command that passed:",
-                f"  {one_line(variants.shown(rest), 4000)}",
+                f"  {command(variants, rest, state.redactor)}",
             ]
     return lines
 

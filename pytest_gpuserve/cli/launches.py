@@ -96,8 +96,8 @@ class Given:
         self.grammar = adapter.grammar
 
     def launch(self, spec: ServerSpec, *, host: str, port: int, python: str) -> Launch:
-        argv = [w.replace("{port}", str(port)).replace("{host}", host) for w in self._command.argv]
-        return Launch(tuple(argv), dict(self._command.env))
+        command = self._command.at(host, str(port))
+        return Launch(command.argv, dict(command.env))
 
     def ready(self, spec: ServerSpec) -> Any:
         return self._adapter.ready(replace(spec, ready=self._ready))

@@ -14,6 +14,7 @@ from fnmatch import fnmatchcase
 from itertools import pairwise
 from pathlib import PurePath
 
+from .. import shell
 from ..engines.features import Feature, Features, Remedy
 from ..errors import SpecError
 
@@ -55,10 +56,9 @@ class Delta:
 
     def text(self) -> str:
         """What it adds, for people."""
-        words = [f"{name}={value}" for name, value in self.env] + [w for o in self.options for w in o.words()]
-        if words:
-            return " ".join(words)
-        return f"without {' '.join(w for o in self.off for w in o.words())} (the engine does it unasked)"
+        if self.env or self.options:
+            return shell.line([w for o in self.options for w in o.words()], self.env)
+        return f"without {shell.line([w for o in self.off for w in o.words()])} (the engine does it unasked)"
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +67,10 @@ class Command:
 
     argv: tuple[str, ...]
     env: tuple[tuple[str, str], ...] = ()
+
+    def at(self, host: str, port: str) -> Command:
+        """With the open places filled in."""
+        return replace(self, argv=tuple(w.replace("{port}", port).replace("{host}", host) for w in self.argv))
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,13 +88,9 @@ class Parts:
     port: str | None = None
     host: str | None = None
 
-    def shown(self, command: Command) -> tuple[str, ...]:
-        """The words of a command as the user would type it: variables first, with the port and host that were given."""
-        words = [f"{name}={value}" for name, value in command.env]
-        argv = [
-            w.replace("{port}", self.port or "30000").replace("{host}", self.host or "127.0.0.1") for w in command.argv
-        ]
-        return (*words, *argv)
+    def typed(self, command: Command) -> Command:
+        """A command as the user would type it, with the port and host that were given."""
+        return command.at(self.host or "127.0.0.1", self.port or "30000")
 
     def command(self, on: Iterable[int], remedy: Remedy | None = None, cold: str = "") -> Command:
         """The command line with these deltas on and all others off."""
@@ -178,8 +178,8 @@ def split(words: Sequence[str], features: Features) -> Parts:
         features=features,
         model=model,
         tp=tp,
-        port=_value(options, features.port),
-        host=_value(options, features.host),
+        port=_given(options, features.port),
+        host=_given(options, features.host),
     )
 
 
@@ -305,6 +305,12 @@ def _tp(options: Sequence[Option], features: Features) -> int:
 
 def _value(options: Sequence[Option], flags: Collection[str]) -> str | None:
     return next((o.values[0] for o in reversed(options) if o.flag in flags and o.values), None)
+
+
+def _given(options: Sequence[Option], flags: Collection[str]) -> str | None:
+    """A place that the user chose; None where it is open."""
+    value = _value(options, flags)
+    return None if value in ("{port}", "{host}") else value
 
 
 def _positional_model(program: Sequence[str]) -> str | None:

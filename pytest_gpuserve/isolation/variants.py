@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-import shlex
 from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import Any, Protocol
 
+from .. import shell
 from ..engines.features import Remedy
 from ..errors import SpecError
 from ..spec import ServerSpec
@@ -39,8 +39,11 @@ class Variants(Protocol):
 
     def wanted(self, on: Iterable[int], remedy: Remedy | None = None, cold: str = "") -> Wanted: ...
 
-    def shown(self, on: Iterable[int], remedy: Remedy | None = None) -> str:
-        """The command line that a person types for it."""
+    def typed(self, on: Iterable[int], remedy: Remedy | None = None) -> Command | None:
+        """The command that a person types for it; None: the engine's adapter knows."""
+
+    def shown(self, on: Iterable[int]) -> str:
+        """What it is, in one line: the command line where it is known."""
 
     def remedies(self, blamed: Collection[str]) -> Sequence[Remedy]: ...
 
@@ -80,8 +83,12 @@ class CommandLine:
         )
         return Wanted(spec, command)
 
-    def shown(self, on: Iterable[int], remedy: Remedy | None = None) -> str:
-        return shlex.join(self.parts.shown(self.parts.command(on, remedy, "EMPTY_DIRECTORY")))
+    def typed(self, on: Iterable[int], remedy: Remedy | None = None) -> Command:
+        return self.parts.typed(self.parts.command(on, remedy, shell.EMPTY))
+
+    def shown(self, on: Iterable[int]) -> str:
+        command = self.typed(on)
+        return shell.line(command.argv, command.env)
 
     def remedies(self, blamed: Collection[str]) -> Sequence[Remedy]:
         return ordered_remedies(self.parts, blamed)
@@ -117,7 +124,10 @@ class MatrixCell:
             spec = _with(spec, self.cell, self.axes[number])
         return Wanted(spec, None)
 
-    def shown(self, on: Iterable[int], remedy: Remedy | None = None) -> str:
+    def typed(self, on: Iterable[int], remedy: Remedy | None = None) -> None:
+        return None
+
+    def shown(self, on: Iterable[int]) -> str:
         spec = self.wanted(on).spec
         words = [f"{axis}={_value(spec, axis)}" for axis in self.axes]
         return f"{spec.id} ({', '.join(words)})"

@@ -6,6 +6,7 @@ import time
 from collections.abc import Iterator, Mapping
 from typing import Any, Final
 
+from .. import shell
 from ..diagnose.merge import format_ranks
 from ..diagnose.model import Gone
 from ..vocabulary import LOG_LIMIT, PHASES
@@ -45,7 +46,7 @@ def verdict_page(incident: Mapping[str, Any]) -> str:
         lines += ["## What it is not", "", *(f"- {plain(c)}: {plain(by)}" for c, by in ruled_out), ""]
     for title, body in sections(incident):
         lines += [f"## {plain(title)}", "", *code(body), ""]
-    command = block(" ".join(strings(incident.get("argv"))), 100_000)
+    command = block(shell.line(strings(incident.get("argv"))), 100_000)
     lines += ["## Command", "", *code(command), ""]
     return "\n".join(lines)
 

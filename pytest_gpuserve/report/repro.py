@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import re
-import shlex
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Any, Final
 
-from ..text import all_seen, one_line
+from ..shell import word
+from ..text import one_line
 from .pages import mapping, strings, where
 
 SCHEMA: Final = "gpuserve.launch/1"
@@ -33,7 +33,7 @@ def script(server: Mapping[str, Any], incident: Mapping[str, Any]) -> str:
         "# removed: put your own in their places.",
     ]
     if test := incident.get("test"):
-        lines.append(f"# The test that was running: pytest {shlex.quote(_comment(test, 1000))}")
+        lines.append(f"# The test that was running: pytest {word(_comment(test, 1000))}")
     lines.append("set -eu")
     for name, value in environment(server).items():
         lines.append(f"export {name}={word(value)}")
@@ -55,23 +55,6 @@ def environment(server: Mapping[str, Any]) -> dict[str, str]:
     }
 
 
-def word(text: str) -> str:
-    """One word of a shell line; a home directory, which we replaced by ``~``, is put back. What would break the line or
-    cannot be seen is made by printf: the script shows all that it does."""
-    if not all_seen(text):
-        return f"\"$(printf '%b' '{''.join(map(_octal, text))}')\""
-    if text == "~" or text.startswith("~/"):
-        return '"$HOME"' + (shlex.quote(text[1:]) if text[1:] else "")
-    return shlex.quote(text)
-
-
-def _octal(character: str) -> str:
-    """As ``printf %b`` reads it."""
-    if all_seen(character) and character not in "\\'\"$`":
-        return character
-    return "".join(f"\\0{byte:03o}" for byte in character.encode(errors="surrogateescape"))
-
-
 def _grouped(argv: Sequence[str]) -> Iterator[str]:
     """An option and its value on one line."""
     held: list[str] = []
@@ -88,11 +71,11 @@ def _request(server: Mapping[str, Any]) -> Iterator[str]:
     """Wait until it is ready, then the request that makes a token."""
     request = server["request"]
     url = str(server.get("url") or "http://127.0.0.1:8000")
-    ready = shlex.quote(url + str(server.get("ready") or "/health"))
+    ready = word(url + str(server.get("ready") or "/health"))
     yield f"until curl -sf -o /dev/null {ready}; do kill -0 $server; sleep 1; done"
     path, body = str(request.get("path") or "/v1/completions"), request.get("body")
     data = f" -H 'Content-Type: application/json' -d {word(json.dumps(body))}" if body is not None else ""
-    yield f"curl -sS -m 300 {shlex.quote(url + path)}{data}"
+    yield f"curl -sS -m 300 {word(url + path)}{data}"
 
 
 def _comment(text: object, width: int = 200) -> str:

@@ -15,7 +15,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import foreign
+from .. import foreign, shell
 from ..engines.base import ReadyProbe
 from ..errors import GpuserveError, ServerStartError
 from ..text import escape
@@ -322,7 +322,7 @@ class _Wait:
         """It exited by itself: the incident may know which rank died first, and why."""
         after = time.monotonic() - self._begun
         why = post_mortem(self._record, self._w.control, self._w.post_mortem, self._w.incident_limit)
-        command = escape(" ".join(self._record.argv), 300)
+        command = escape(shell.line(self._record.argv), 300)
         advice = f"Its command was {command}; the gpuserve mark decides it (engine, model, command, args, env, python)."
         return self._error(what, why.verdict, why.told(advice), why.incident, after)
 

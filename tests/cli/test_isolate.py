@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import shlex
 import signal
+import socket
 import subprocess
 import sys
 import time
@@ -111,6 +113,60 @@ def test_a_crash_of_two_deltas_is_found_and_verified_across_a_kill(place: Place)
     again = place.run(*words)
     assert again.returncode == 0
     assert place.state["runs"] == after["runs"], "a finished isolation starts nothing"
+
+
+def free_port() -> int:
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        return int(probe.getsockname()[1])
+
+
+def printed(out: str, heading: str) -> str:
+    """The command line below a heading."""
+    lines = out.splitlines()
+    at = next(n for n, line in enumerate(lines) if line.startswith(heading))
+    return lines[at + 1].strip()
+
+
+def run_as_pasted(place: Place, line: str) -> tuple[int, str]:
+    """What a shell makes of a printed line: the server's exit code, or "ready" when it answers."""
+    (place.path / "log").write_text("")
+    with (place.path / "log").open("w") as log:
+        process = subprocess.Popen(
+            ["sh", "-c", line], stdout=log, stderr=log, cwd=place.path, env=place.environment, start_new_session=True
+        )
+    try:
+        deadline = time.monotonic() + 60
+        while process.poll() is None and "The server is fired up" not in (place.path / "log").read_text():
+            assert time.monotonic() < deadline
+            time.sleep(0.05)
+        return process.returncode, (place.path / "log").read_text()
+    finally:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.wait()
+
+
+def test_printed_command_lines_run_when_they_are_pasted(place: Place) -> None:
+    """Variables and values with spaces, quotes and line feeds."""
+    crash = "exit@cuda_graph:code=3:when=kv_cache_dtype=fp8"
+    sim = [word for word in SIM if word != "--quiet"]
+    words = ["SIM_NOTE=a  b\n$(exit 1)'", *sim, "--port", str(free_port()), "--model-path", "m  x", "--fault", crash]
+    words += ["--kv-cache-dtype", "fp8", "--overlap", "on"]
+    done = place.run("--calibrate", "1", "--one", "--keep=SIM_NOTE", "--", *words)
+    assert done.returncode == 0
+    fails = printed(done.stdout, "Smallest command that fails")
+    assert fails.startswith("SIM_NOTE=")
+    assert place.state["result"]["smallest"] == fails
+    code, log = run_as_pasted(place, fails)
+    assert code, log
+    assert "Capture cuda graph begin" in log
+    passes = printed(done.stdout, "Smallest remedy that passes")
+    code, log = run_as_pasted(place, passes)
+    assert code is None, log
+    base = next(line for line in done.stdout.splitlines() if line.startswith("base: "))
+    code, log = run_as_pasted(place, base.removeprefix("base: "))
+    assert code is None, log
 
 
 def test_a_hang_has_an_incident_and_a_signature(place: Place) -> None:

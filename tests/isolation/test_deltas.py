@@ -9,10 +9,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_gpuserve import shell
 from pytest_gpuserve.engines.features import GENERIC, SGLANG, VLLM, features_of
 from pytest_gpuserve.errors import SpecError
 from pytest_gpuserve.isolation.conclude import CellResult
-from pytest_gpuserve.isolation.deltas import ordered_remedies, parse_options, split
+from pytest_gpuserve.isolation.deltas import Command, ordered_remedies, parse_options, split
 from pytest_gpuserve.isolation.signature import Signature
 from pytest_gpuserve.isolation.variants import CommandLine, from_matrix
 
@@ -27,6 +28,10 @@ KIMI = (
 
 def parts_of(text: str, features=SGLANG):
     return split(shlex.split(text), features)
+
+
+def words_of(command: Command) -> list[str]:
+    return [*(f"{name}={value}" for name, value in command.env), *command.argv]
 
 
 def test_sglang_command() -> None:
@@ -49,9 +54,9 @@ def test_sglang_command() -> None:
 def test_everything_on_is_the_users_command() -> None:
     parts = parts_of(KIMI)
     whole = parts.command(range(len(parts.deltas)))
-    shown = parts.shown(whole)
+    shown = words_of(parts.typed(whole))
     assert sorted(shown) == sorted(shlex.split(KIMI)), "nothing added, nothing lost"
-    assert shown[:5] == ("HF_HOME=/cache", "NCCL_DEBUG=INFO", "python3", "-m", "sglang.launch_server")
+    assert shown[:5] == ["HF_HOME=/cache", "NCCL_DEBUG=INFO", "python3", "-m", "sglang.launch_server"]
 
 
 def test_what_the_user_switched_off_is_no_delta() -> None:
@@ -140,7 +145,7 @@ def test_any_choice_of_deltas_is_base_plus_those(options, data) -> None:
     """Property: a command with some deltas holds base and exactly their words; with all, everything the user wrote."""
     words = ["prog", *(word for flag, values in options for word in (flag, *values)), "--port", "1"]
     parts = split(words, GENERIC)
-    assert sorted(parts.shown(parts.command(range(len(parts.deltas))))) == sorted(words)
+    assert sorted(words_of(parts.typed(parts.command(range(len(parts.deltas)))))) == sorted(words)
     on = data.draw(st.sets(st.integers(0, max(0, len(parts.deltas) - 1)), max_size=len(parts.deltas)))
     chosen = [w for n in on if n < len(parts.deltas) for o in parts.deltas[n].options for w in o.words()]
     assert sorted(parts.command(on).argv) == sorted([*parts.command(()).argv, *chosen])
@@ -199,3 +204,11 @@ def test_shown_commands_can_be_pasted() -> None:
     assert sorted(everything) == sorted(shlex.split(text))
     assert "'a b'" in problem.shown(())
     assert "--port 1" in problem.shown(())
+    cold = next(remedy for remedy in problem.remedies(()) if remedy.name == "cold caches")
+    typed = problem.typed((), cold)
+    assert 'TRITON_CACHE_DIR="$(mktemp -d)"/triton ' in shell.line(typed.argv, typed.env)
+    text = "SGLANG_X='a b' python -m sglang.launch_server --port {port} --host={host}"
+    problem = CommandLine(parts_of(text), "sglang")
+    shown = problem.shown(range(len(problem.names)))
+    assert shown.startswith("SGLANG_X='a b' python -m sglang.launch_server --port 30000 --host=127.0.0.1")
+    assert "{" not in shown

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, Final
 
+from ... import shell
 from ...phases.labels import format_ranks, label_order
 from ...vocabulary import VERDICTS
 from ..bundle import NAME, PARTS
@@ -70,7 +71,7 @@ class IncidentView:
     roles: list[tree.Role]
     log: log_view.LogView
     processes: list[Process]
-    command: tuple[str, ...]
+    command: str
     environment: list[tuple[str, str]]
     machine: tuple[str, ...]
     files: tuple[str, ...]
@@ -122,7 +123,7 @@ def view(folder: Folder) -> IncidentView:
         roles=tree.roles_of(folder, incident),
         log=log_view.view(folder, text(incident.get("engine"), 80)),
         processes=list(_processes(mapping(incident.get("ranks")), culprits)),
-        command=texts(incident.get("argv"), 400),
+        command=shell.line(texts(incident.get("argv"), 400)),
         environment=_environment(mapping(incident.get("environment")), mapping(spec.get("env"))),
         machine=tuple(_machine(mapping(incident.get("memory")))),
         files=tuple(name for name in (*PARTS, "log_head.txt", "log_cause.txt", NAME) if name in names),
