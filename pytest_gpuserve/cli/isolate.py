@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import tempfile
 import time
@@ -12,11 +11,10 @@ from dataclasses import replace
 from fnmatch import fnmatchcase
 from pathlib import Path
 
-from .. import foreign
 from ..engines import engine_names, get_engine
 from ..engines.features import features_of
-from ..errors import GpuserveError
-from ..isolation.conclude import from_json
+from ..errors import GpuserveError, SpecError
+from ..isolation.conclude import SHAPE, from_json
 from ..isolation.deltas import split
 from ..isolation.search import Trial
 from ..isolation.signature import Signature
@@ -24,6 +22,7 @@ from ..isolation.variants import CommandLine, Variants, from_matrix
 from ..report.redact import Redactor
 from ..server.gpu_pool import GpuPool, gpu_pool
 from ..server.lifecycle import Limits
+from ..shape import read
 from ..text import escape, one_line
 from . import isolate_text as text
 from . import parity
@@ -178,11 +177,17 @@ def _problem(arguments: argparse.Namespace) -> tuple[Variants, list[Trial], Sign
             raise GpuserveError("give either --from MATRIX CELL or -- CMD…, not both.")
         path, cell = arguments.matrix
         try:
-            raw = json.loads(foreign.whole(path))
-            results = from_json(raw)
-        except (OSError, ValueError) as error:
-            raise GpuserveError(f"{one_line(path)} cannot be read: {error}") from None
-        return from_matrix(raw, results, cell)
+            raw = read(Path(path), SHAPE)
+        except OSError as error:
+            raise GpuserveError(f"{one_line(path)} cannot be read: {error.strerror}. Correct --from.") from None
+        except ValueError as error:
+            raise GpuserveError(
+                f"{one_line(path)} is no matrix.json of pytest-gpuserve: {error}. Give --from one that pytest wrote."
+            ) from None
+        try:
+            return from_matrix(raw, from_json(raw), cell)
+        except SpecError as error:
+            raise SpecError(one_line(str(error), 1000)) from None  # what stands in it may be long
     engine = arguments.engine or recognise(arguments.words)
     names = {word.partition("=")[0] for word in arguments.words}
     if lost := [pattern for pattern in arguments.keep if not any(fnmatchcase(name, pattern) for name in names)]:

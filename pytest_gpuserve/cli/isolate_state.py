@@ -9,18 +9,39 @@ import threading
 from collections.abc import Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
-from typing import Any, cast
+from typing import Any
 
-from .. import foreign
 from ..errors import GpuserveError
 from ..isolation.search import Outcome
 from ..isolation.signature import Signature, outcome
 from ..report.files import Store
 from ..report.redact import Redactor
 from ..server.greedy import Greedy
+from ..shape import NUMBER, OBJECT, Maybe, checked, read
+from ..text import one_line
 
 SCHEMA = "gpuserve.isolate/1"
 NAME = "isolate.json"
+
+
+_RUN = {
+    **dict.fromkeys(("stage", "purpose", "verdict"), str),
+    **dict.fromkeys(("phase", "text", "incident", "log"), str | None),
+    "number": int,
+    "deltas": [str],
+    "outcome": ("fail", "pass", "unresolved"),
+    "roots": [str],
+    "seconds": NUMBER,
+}
+_SHAPE = {
+    "schema": (SCHEMA,),
+    "fingerprint": str,
+    "command": str,
+    "target": Maybe(OBJECT),
+    "base": Maybe([OBJECT]),
+    "runs": [_RUN],
+    "result": Maybe(OBJECT),
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -53,7 +74,10 @@ class Run:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Run:
-        values = {**raw, "deltas": tuple(raw["deltas"]), "roots": tuple(raw["roots"])}
+        """Raises ValueError for what was not made of a run."""
+        checked(raw, _RUN)
+        values: dict[str, Any] = {name: raw.get(name) for name in cls.__slots__}
+        values |= {"deltas": tuple(raw["deltas"]), "roots": tuple(raw["roots"]), "text": raw.get("text") or ""}
         return cls(**values)
 
 
@@ -83,11 +107,20 @@ class State:
         return sum(run.seconds for run in self.runs)
 
     def launches(self, stage: str, names: Sequence[str]) -> dict[frozenset[int], list[Outcome]]:
-        """Outcomes of a stage by set of deltas, in order: what :func:`isolation.replay.replay` takes."""
+        """Outcomes of a stage by set of deltas, in order: what :func:`isolation.replay.replay` takes.
+
+        Raises:
+            GpuserveError: the file speaks of deltas that there are not.
+        """
         position = {name: n for n, name in enumerate(names)}
         found: dict[frozenset[int], list[Outcome]] = {}
         for run in self.runs:
             if run.stage == stage:
+                if strange := set(run.deltas) - position.keys():
+                    raise GpuserveError(
+                        f"{self.directory / NAME} cannot be read: run {run.number} is about "
+                        f"{one_line(min(strange), 80)}, which this command has not. Begin anew with --fresh."
+                    )
                 found.setdefault(frozenset(position[name] for name in run.deltas), []).append(run.outcome)
         return found
 
@@ -142,20 +175,18 @@ def open_state(directory: Path, mark: str, command: str, redactor: Redactor, *, 
     if fresh or not path.exists():
         return state
     try:
-        raw = json.loads(foreign.whole(path))
-        if raw["schema"] != SCHEMA:
-            raise ValueError(f"schema {raw['schema']!r}")
+        raw = read(path, _SHAPE)
         if raw["fingerprint"] != mark:
             raise GpuserveError(
                 f"{path} is about another command ({raw['command']}) or another check. Give this one a directory of "
                 f"its own with --output, or begin anew with --fresh."
             )
         state.runs = [Run.from_json(run) for run in raw["runs"]]
-        state.target = Signature.from_json(raw["target"]) if raw["target"] else None
+        state.target = Signature.from_json(raw["target"]) if raw.get("target") else None
         state.base = None if raw.get("base") is None else tuple(map(Greedy.from_json, raw["base"]))
-        state.result = cast("dict[str, Any] | None", raw["result"])
-    except (OSError, ValueError, KeyError, TypeError) as error:
-        raise GpuserveError(f"{path} cannot be read: {error}. Begin anew with --fresh.") from error
+        state.result = raw.get("result")
+    except (OSError, ValueError) as error:
+        raise GpuserveError(f"{path} cannot be read: {one_line(str(error), 300)}. Begin anew with --fresh.") from error
     return state
 
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import argparse
-import json
 import os
 import subprocess
 import time
@@ -14,15 +13,15 @@ from functools import cache, partial
 from pathlib import Path
 from typing import NoReturn
 
-from .. import foreign
 from ..engines.arguments import JIT_CACHES
 from ..engines.flags import cache_root
 from ..errors import GpuserveError
 from ..gpu import query, visible
 from ..isolation.judge import BROKEN, SKIP, Judged, confidence, decided, judge_session
-from ..isolation.signature import Signature
+from ..isolation.signature import SHAPE, Signature
 from ..report.files import Store
 from ..server.paths import state_root
+from ..shape import read
 from ..text import one_line
 from .launches import end_group, words_of
 from .pytest_probe import is_pytest, run_session
@@ -197,7 +196,7 @@ def read_signature(name: str) -> Signature:
     if path.is_dir():
         path = path / "incident.json"
     try:
-        return Signature.from_json(json.loads(foreign.whole(path)))
+        return Signature.from_json(read(path, SHAPE))
     except (OSError, ValueError) as error:
         what = "no failure was judged before" if name == "last" else f"{one_line(str(path))} holds no failure"
         raise GpuserveError(f"--signature: {what} ({error}). Name an incident's directory, or leave it out.") from None

@@ -6,6 +6,7 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
+from ..errors import GpuserveError
 from ..isolation.signature import Signature
 from ..server.greedy import Difference, Greedy, differences
 
@@ -39,8 +40,16 @@ def judged(found: Sequence[Difference], who: str) -> tuple[Signature | None, str
 
 
 def with_base(base: Sequence[Greedy] | None, seen: Seen) -> Seen:
-    """What ``seen`` is once it is compared with the base's completions; None, or empty: there are none."""
+    """What ``seen`` is once it is compared with the base's completions; None, or empty: there are none.
+
+    Raises:
+        GpuserveError: they are of other prompts.
+    """
     if not base or not seen.outputs or not seen.signature.passed:
         return seen
-    broken, text = judged(differences(base, seen.outputs), "not what the base says at temperature 0")
+    try:
+        found = differences(base, seen.outputs)
+    except ValueError:
+        raise GpuserveError("isolate.json holds completions of other prompts. Begin anew with --fresh.") from None
+    broken, text = judged(found, "not what the base says at temperature 0")
     return replace(seen, signature=broken or seen.signature, text="\n".join(filter(None, (text, seen.text))))

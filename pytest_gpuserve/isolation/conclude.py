@@ -11,6 +11,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 
+from ..shape import NUMBER, OBJECT, SCALAR, Maybe, checked
 from ..vocabulary import PHASES
 from .conclude_text import blame, conjoin, count, counts, exonerate, name, plural, pretty, with_cells
 from .hypotheses import Condition, Evidence, Posterior, Values, Weighed, infer
@@ -32,6 +33,20 @@ LIKELY = 0.5
 
 _WORLDS = 20_000
 """Cells looked at for those that would decide."""
+
+_CELL = {
+    "id": str,
+    "values": {str: SCALAR},
+    "verdict": str,
+    "phase": str | None,
+    "signature": str | None,
+    "figures": Maybe({str: NUMBER}),
+    "reason": str | None,
+}
+
+SCHEMA = "gpuserve.matrix/1"
+SHAPE = {"schema": (SCHEMA,), "base": Maybe({str: SCALAR}), "cells": [_CELL], "specs": Maybe({str: Maybe(OBJECT)})}
+"""Of ``matrix.json``, as far as it is read."""
 
 Kind = Literal["cause", "interaction", "everywhere", "flaky", "undecided", "passes", "slower", "none"]
 
@@ -89,13 +104,15 @@ class CellResult:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> CellResult:
+        """Raises ValueError for what :meth:`to_json` did not write."""
+        checked(raw, _CELL)
         return cls(
-            str(raw["id"]),
-            {str(k): str(v) for k, v in raw["values"].items()},
-            str(raw["verdict"]),
+            raw["id"],
+            {axis: str(value) for axis, value in raw["values"].items()},
+            raw["verdict"],
             raw.get("phase"),
             raw.get("signature"),
-            {str(k): float(v) for k, v in (raw.get("figures") or {}).items()},
+            {name: float(value) for name, value in (raw.get("figures") or {}).items()},
             raw.get("reason"),
         )
 
@@ -155,7 +172,7 @@ class Conclusion:
     def to_json(self) -> dict[str, Any]:
         """The object of ``matrix.json``, schema ``gpuserve.matrix/1``: read back by :func:`from_json`."""
         return {
-            "schema": "gpuserve.matrix/1",
+            "schema": SCHEMA,
             "axes": {axis: list(values) for axis, values in self.axes.items()},
             "base": dict(self.base),
             "cells": [result.to_json() for result in self.results],
@@ -170,12 +187,8 @@ def from_json(raw: Mapping[str, Any]) -> list[CellResult]:
     Raises:
         ValueError: it is none.
     """
-    try:
-        if raw["schema"] != "gpuserve.matrix/1":
-            raise ValueError(f"schema {raw['schema']!r} is not gpuserve.matrix/1")
-        return [CellResult.from_json(cell) for cell in raw["cells"]]
-    except (KeyError, TypeError, AttributeError) as error:
-        raise ValueError(f"this is no matrix.json of pytest-gpuserve: {type(error).__name__} {error}") from None
+    checked(raw, SHAPE)
+    return [CellResult.from_json(cell) for cell in raw["cells"]]
 
 
 def conclude(results: Iterable[CellResult], base: Values | None = None) -> Conclusion:

@@ -13,10 +13,19 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..shape import Maybe, checked
 from .signature import ENVIRONMENT, Signature
 
 GOOD, BAD, SKIP, BROKEN = 0, 1, 125, 128
 """Exit codes. BROKEN: going on makes no sense: this machine, or the command, can test no commit."""
+
+_REPORT = {
+    "nodeid": str,
+    "outcome": str,
+    "ours": bool | None,
+    "roots": Maybe([str]),
+    **dict.fromkeys(("reason", "error", "verdict", "phase", "incident"), str | None),
+}
 
 _HOST = re.compile(
     r"has no GPU that|needs \d+ GPU|excluded on sm|CUDA driver version is insufficient|no CUDA-capable device|"
@@ -48,15 +57,17 @@ class Report:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Report:
+        """Raises ValueError for what plugin/results.py did not write."""
+        checked(raw, _REPORT)
         return cls(
-            nodeid=str(raw["nodeid"]),
-            outcome=str(raw["outcome"]),
+            nodeid=raw["nodeid"],
+            outcome=raw["outcome"],
             ours=bool(raw.get("ours")),
-            reason=str(raw.get("reason") or ""),
+            reason=raw.get("reason") or "",
             error=raw.get("error"),
             verdict=raw.get("verdict") or None,
             phase=raw.get("phase") or None,
-            roots=tuple(map(str, raw.get("roots") or ())),
+            roots=tuple(raw.get("roots") or ()),
             incident=raw.get("incident") or None,
         )
 

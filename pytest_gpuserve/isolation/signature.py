@@ -6,12 +6,16 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any
 
+from ..shape import Maybe, checked
 from ..vocabulary import PHASES
 from .search import Outcome
 
 PASSING = ("ready", "pass")
 ENVIRONMENT = ("infra", "port", "leak", "undecided")
 """Verdicts about the machine or an earlier server; they say nothing of what was launched."""
+
+_CLASS = {"role": str | None, "kind": str | None, "path": Maybe([str]), "signature": str | None}
+SHAPE = {"verdict": str, "phase": str | None, "roots": Maybe([str]), "classes": Maybe([_CLASS])}
 
 _FAMILY = {"stalled": "hang", "slow": "hang"}
 _RANKS = ("scheduler", "worker", "engine_core")
@@ -58,14 +62,11 @@ class Signature:
         Raises:
             ValueError: it is neither.
         """
-        try:
-            if "classes" in raw:  # after a crash they are those that were left, by chance
-                hung = _family(str(raw["verdict"])) == "hang"
-                roots = incident_roots(raw["classes"]) if hung else frozenset()
-                return cls(str(raw["verdict"]), raw.get("phase"), roots)
-            return cls(str(raw["verdict"]), raw.get("phase"), frozenset(map(str, raw.get("roots") or ())))
-        except (KeyError, TypeError, AttributeError) as error:
-            raise ValueError(f"no verdict in it ({type(error).__name__}: {error})") from None
+        checked(raw, SHAPE)
+        roots = frozenset(raw.get("roots") or ())
+        if (classes := raw.get("classes")) is not None:  # after a crash they are those that were left, by chance
+            roots = incident_roots(classes) if _family(raw["verdict"]) == "hang" else frozenset()
+        return cls(raw["verdict"], raw.get("phase"), roots)
 
 
 def incident_roots(classes: Sequence[Mapping[str, Any]]) -> frozenset[str]:

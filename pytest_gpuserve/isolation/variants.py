@@ -158,12 +158,16 @@ def from_matrix(
     if not failed:
         raise SpecError(f"cell {cell} did not fail ({runs[0].verdict}), so there is nothing to isolate.")
     target = Signature(failed[0].verdict, failed[0].phase)
-    base_values: Mapping[str, str] = raw.get("base") or results[0].values
+    base_values = {axis: str(value) for axis, value in (raw.get("base") or results[0].values).items()}
     values = failed[0].values
     axes = tuple(axis for axis, value in values.items() if base_values.get(axis) != value)
     if not axes:
         raise SpecError(f"cell {cell} is the base of its matrix: no axis can be taken away. Isolate its command line.")
-    specs = raw.get("specs") or {}
+    if (
+        odd := next((axis for axis in axes if "." in axis and axis.split(".")[0] not in ("args", "env")), None)
+    ) is not None:
+        raise SpecError(f"the axis {odd!r} of this matrix is neither one of an engine nor of args or env.")
+    specs = {id: spec for id, spec in (raw.get("specs") or {}).items() if spec is not None}
     bases = [run.id for run in results if dict(run.values) == dict(base_values)]
     if cell not in specs or not bases or bases[0] not in specs:
         raise SpecError(

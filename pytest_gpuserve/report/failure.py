@@ -9,12 +9,11 @@ from __future__ import annotations
 import contextlib
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
-from .. import foreign
 from ..isolation.signature import Signature
 from ..phases.reader import MOST
-from ..text import foreign_json
+from ..shape import OBJECT, read
 
 _PRECISE = ("oom", "config", "unsupported_arch", "port")
 
@@ -24,10 +23,9 @@ def read_incident(directory: str | Path | None) -> dict[str, Any] | None:
     if directory is None:
         return None
     try:
-        found = foreign_json(foreign.whole(Path(directory) / "incident.json"))
-    except (OSError, ValueError, RecursionError):
+        return cast("dict[str, Any]", read(Path(directory) / "incident.json", OBJECT))
+    except (OSError, ValueError):
         return None
-    return found if isinstance(found, dict) else None
 
 
 def signature(

@@ -6,11 +6,13 @@ difference counts only where the base was sure, by the logarithms of the probabi
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import DegradedError, ServerError
+from ..shape import NUMBER, checked
 from ..text import escape
 
 if TYPE_CHECKING:
@@ -43,8 +45,12 @@ class Greedy:
 
     @classmethod
     def from_json(cls, raw: Mapping[str, Any]) -> Greedy:
-        """Raises KeyError or TypeError for what :meth:`to_json` did not write."""
-        return cls(raw["prompt"], raw["text"], tuple(raw["tokens"]), tuple(dict(top) for top in raw["top"]))
+        """Raises ValueError for what :meth:`to_json` did not write."""
+        checked(raw, {"prompt": str, "text": str, "tokens": [str], "top": [{str: NUMBER | None}]})
+        if len(raw["tokens"]) != len(raw["top"]):
+            raise ValueError(f"{len(raw['tokens'])} tokens and the logprobs of {len(raw['top'])}")
+        top = ({token: -math.inf if p is None else float(p) for token, p in one.items()} for one in raw["top"])
+        return cls(raw["prompt"], raw["text"], tuple(raw["tokens"]), tuple(top))
 
 
 @dataclass(frozen=True, slots=True)
