@@ -7,20 +7,20 @@ be taken back, and what was judged is kept in the git directory, so that an inte
 from __future__ import annotations
 
 import argparse
-import json
+import os
 from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
 
+from .. import shell
 from ..errors import GpuserveError
 from ..isolation.bisect import Range, contradicted, narrowed, next_commit, repeat_for, summary, tally
 from ..isolation.judge import BAD, BROKEN, GOOD, Judged
 from ..isolation.signature import Signature
-from ..report.files import Store
-from ..text import escape
+from ..text import escape, one_line
+from .bisect_state import NAME, State, bring_back, load
 from .git import Git
-from .isolate_state import fingerprint
+from .isolate_state import fingerprint, lock
 from .judge import INTERRUPTED, Settings, add_options, judge, settings
 from .signals import as_interrupt
 
@@ -32,8 +32,6 @@ _PATIENCE = 5
 
 _AGAIN = 2
 """Further good runs for the good side of the answer: on it all rests. So many more for all, once one was missed."""
-
-_STATE = "gpuserve-bisect.json"
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -55,37 +53,88 @@ def run(arguments: argparse.Namespace) -> int:
         GpuserveError: the work tree or the commits cannot be bisected; one paragraph why.
     """
     chosen = settings(arguments)
-    git = Git(Path.cwd())
+    with as_interrupt([]):
+        try:
+            git = Git(Path.cwd())
+            held = lock(git.directory / "gpuserve-bisect.lock", "another gpuserve bisect works in this work tree")
+            os.chdir(git.top)  # the directory where we were started may not exist at every commit
+            try:
+                return _bisect(arguments, chosen, git)
+            finally:
+                os.close(held)
+        except KeyboardInterrupt:
+            _say("gpuserve bisect: interrupted; the same command goes on where it was.")
+            return INTERRUPTED
+
+
+def _bisect(arguments: argparse.Namespace, chosen: Settings, git: Git) -> int:
+    left = _left(git, fresh=arguments.fresh)
     git.check_clean()
     bad = git.commit(arguments.bad, "--bad")
     good = [git.commit(name, "--good") for name in arguments.good]
     for name, commit in zip(arguments.good, good, strict=True):
-        if commit == bad:
-            raise GpuserveError(f"--good {name} and --bad {arguments.bad} are the same commit.")
-        if git.run(["merge-base", "--is-ancestor", commit, bad])[0]:
-            raise GpuserveError(
-                f"--good {name} is no ancestor of --bad {arguments.bad}, so it says nothing of what came between. "
-                f"Name a good commit before it; git merge-base {name} {arguments.bad} is where they parted."
-            )
+        _check_ends(git, name, commit, arguments.bad, bad)
     automatic = arguments.repeat is None and arguments.repro_rate is None
-    mark = fingerprint(bad, good, chosen.argv, chosen.build, str(arguments.signature), chosen.repeat, automatic)
-    bisection = Bisection(git, chosen, mark, _say, automatic, arguments.confidence, fresh=arguments.fresh)
-    here = git.position()
+    place = str(git.here.relative_to(git.top))
+    mark = fingerprint(bad, good, chosen.argv, chosen.build, str(arguments.signature), chosen.repeat, automatic, place)
+    state = State(git, mark, shell.line(chosen.argv), bad, tuple(good), git.position(), repeat=chosen.repeat)
+    if left is not None and left.fingerprint == mark and not arguments.fresh:
+        state.verdicts, state.again = left.verdicts, left.again
+        state.repeat = left.repeat if automatic else chosen.repeat
+        _say(f"{tally(state.verdicts)} before; they are not repeated (--fresh forgets them).")
+    elif left is not None and left.verdicts and not arguments.fresh:
+        _say(f"What an earlier run judged is forgotten: it was another bisection ({left.title}).")
+    bisection = Bisection(state, replace(chosen, repeat=state.repeat), _say, automatic, arguments.confidence)
     try:
-        with as_interrupt([]):
-            found = bisection.run(bad, good)
+        found = bisection.run()
     except _BrokenError as error:
         _say(f"gpuserve bisect: {error}")
         return BROKEN
-    except KeyboardInterrupt:
-        _say("gpuserve bisect: interrupted; the same command goes on where it was.")
-        return INTERRUPTED
     finally:
-        git.checkout(here)
-    for line in summary(found, bisection.verdicts, git.subjects([*found.candidates, *found.good])):
+        if problem := state.go_back():
+            _say(f"gpuserve bisect: {problem}")
+    for line in summary(found, state.verdicts, git.subjects([*found.candidates, *found.good])):
         _say(escape(line, 600))
-    _say(f"{tally(bisection.verdicts)}; every step is in {chosen.log}.")
+    _say(f"{tally(state.verdicts)}; every step is in {chosen.log}.")
     return 0 if found.culprit else 1
+
+
+def _left(git: Git, *, fresh: bool) -> State | None:
+    """What an earlier run left, with HEAD back where that began.
+
+    Raises:
+        GpuserveError: HEAD cannot be brought back.
+    """
+    try:
+        left = load(git)
+    except ValueError as error:
+        what = f"{git.directory / NAME} cannot be read ({one_line(str(error), 200)})"
+        if not fresh and git.position().branch is None:
+            raise GpuserveError(
+                f"{what}, and HEAD is detached: an earlier run may have left it there. Check out where you want to "
+                "begin, and give --fresh."
+            ) from None
+        _say(f"{what}: what an earlier run judged is forgotten.")
+        return None
+    if left is not None:
+        bring_back(left, _say)
+    return left
+
+
+def _check_ends(git: Git, name: str, commit: str, bad_name: str, bad: str) -> None:
+    if commit == bad:
+        raise GpuserveError(f"--good {name} and --bad {bad_name} are the same commit.")
+    if git.is_ancestor(commit, bad):
+        return
+    if git.is_ancestor(bad, commit):
+        raise GpuserveError(
+            f"--good {name} comes after --bad {bad_name}: are they swapped? --good is the older commit, which passes. "
+            "(To find what mended a failure, turn the test round, so that it fails where all is well.)"
+        )
+    raise GpuserveError(
+        f"--good {name} is no ancestor of --bad {bad_name}, so it says nothing of what came between. "
+        f"Name a good commit before it; git merge-base {name} {bad_name} is where they parted."
+    )
 
 
 class _BrokenError(GpuserveError):
@@ -93,36 +142,25 @@ class _BrokenError(GpuserveError):
 
 
 class Bisection:
-    """One bisection. ``verdicts``: by commit, the last one counts."""
+    """One bisection."""
 
     def __init__(
-        self,
-        git: Git,
-        chosen: Settings,
-        mark: str,
-        say: Callable[[str], None],
-        automatic: bool,
-        sure: float,
-        *,
-        fresh: bool,
+        self, state: State, chosen: Settings, say: Callable[[str], None], automatic: bool, sure: float
     ) -> None:
-        self._git = git
+        self._state = state
+        self._git = state.git
         self._chosen = chosen
-        self._mark = mark
         self._say = say
         self._automatic = automatic
         self._sure = sure
-        self._again: set[str] = set()
-        self.verdicts: dict[str, Judged] = {}
-        if not fresh:
-            self._load()
 
-    def run(self, bad: str, good: list[str]) -> Range:
+    def run(self) -> Range:
         """Bisect, and test both sides of the answer again.
 
         Raises:
             GpuserveError: the bad end does not fail, or a good end does.
         """
+        bad, good = self._state.bad, list(self._state.good)
         self._bad_end(bad)
         for commit in good:
             judged = self._judged(commit)
@@ -135,34 +173,39 @@ class Bisection:
         while True:
             found = self._narrow(bad, good)
             for commit in found.good:
-                if commit not in self._again:  # a flaky failure may have missed the commit on which all rests
-                    self._again.add(commit)
+                if commit not in self._state.again:  # a flaky failure may have missed the commit on which all rests
+                    self._state.again.add(commit)
                     self._judge(commit, self._chosen.repeat + _AGAIN)
-            wrong = contradicted(found, self.verdicts)
+            wrong = contradicted(found, self._state.verdicts)
             if wrong is None:
                 return found
             if wrong in good:
+                why = self._state.verdicts[wrong].reason
                 raise GpuserveError(
-                    f"--good {wrong[:12]} failed when it was tested again ({self.verdicts[wrong].reason}): the failure "
-                    "is older. Name an older good commit, and raise --repeat."
+                    f"--good {wrong[:12]} failed when it was tested again ({why}): the failure is older. Name an older "
+                    "good commit, and raise --repeat."
                 )
             self._say(f"{wrong[:12]} failed when it was tested again: it is bad, and the search goes on before it.")
             bad = wrong
             self._chosen = replace(self._chosen, repeat=self._chosen.repeat + _AGAIN)
-            for commit in [c for c, judged in self.verdicts.items() if judged.code == GOOD and c not in good]:
-                if self._git.run(["merge-base", "--is-ancestor", wrong, commit])[0] == 0:
-                    del self.verdicts[commit]  # it holds a bad commit, so it was missed as well
+            for commit in [c for c, judged in self._state.verdicts.items() if judged.code == GOOD and c not in good]:
+                if self._git.is_ancestor(wrong, commit):
+                    del self._state.verdicts[commit]  # it holds a bad commit, so it was missed as well
 
     def _narrow(self, bad: str, good: list[str]) -> Range:
         """Test commits until no test would make the range smaller."""
         while True:
-            known = [c for c, judged in self.verdicts.items() if judged.code == GOOD]
+            known = [c for c, judged in self._state.verdicts.items() if judged.code == GOOD]
             candidates, parents = self._git.candidates(bad, [*good, *known])
-            older = [c for c in candidates if c != bad and c in self.verdicts and self.verdicts[c].code == BAD]
+            older = [
+                c for c in candidates if c != bad and c in self._state.verdicts and self._state.verdicts[c].code == BAD
+            ]
             if older:
                 bad = older[-1]
                 continue
-            skipped = [c for c in candidates if c in self.verdicts and self.verdicts[c].code not in (GOOD, BAD)]
+            skipped = [
+                c for c in candidates if c in self._state.verdicts and self._state.verdicts[c].code not in (GOOD, BAD)
+            ]
             found = narrowed(candidates, bad, parents, skipped)
             commit = next_commit(found, parents)
             if commit is None:
@@ -172,17 +215,17 @@ class Bisection:
 
     def _bad_end(self, commit: str) -> None:
         """The bad end must fail. How it fails is what is sought from here on, and how often decides on repeats."""
-        known = self.verdicts.get(commit)
+        known = self._state.verdicts.get(commit)
         if known is not None and known.code == BAD:
             self._seek(known.signature)
             return
-        self._git.checkout(commit)
+        self._state.checkout(commit)
         failed: list[Judged] = []
         runs = 0
         once = replace(self._chosen, repeat=1)
         least = _ENDS if self._automatic else 1
         while runs < least or (not failed and runs < max(least, self._chosen.repeat) + _PATIENCE):
-            judged = judge(once, self._say, cwd=self._git.top)
+            judged = judge(once, self._say, cwd=self._git.here)
             runs += 1
             if judged.code == BROKEN:
                 raise _BrokenError(judged.reason)
@@ -215,11 +258,11 @@ class Bisection:
             self._chosen = replace(self._chosen, target=signature)
 
     def _judged(self, commit: str) -> Judged:
-        return self.verdicts.get(commit) or self._judge(commit)
+        return self._state.verdicts.get(commit) or self._judge(commit)
 
     def _judge(self, commit: str, repeat: int | None = None) -> Judged:
-        self._git.checkout(commit)
-        judged = judge(replace(self._chosen, repeat=repeat or self._chosen.repeat), self._say, cwd=self._git.top)
+        self._state.checkout(commit)
+        judged = judge(replace(self._chosen, repeat=repeat or self._chosen.repeat), self._say, cwd=self._git.here)
         if judged.code == BROKEN:
             raise _BrokenError(judged.reason)
         self._keep(commit, judged)
@@ -227,40 +270,11 @@ class Bisection:
 
     def _keep(self, commit: str, judged: Judged) -> None:
         """Remember a verdict, on disk too. A commit that failed once stays bad."""
-        known = self.verdicts.get(commit)
+        known = self._state.verdicts.get(commit)
         if known is None or known.code != BAD:
-            self.verdicts[commit] = judged
-        content = {
-            "schema": "gpuserve.bisect/1",
-            "fingerprint": self._mark,
-            "repeat": self._chosen.repeat,
-            "again": sorted(self._again),
-            "verdicts": {
-                name: {
-                    "code": one.code,
-                    "reason": one.reason,
-                    "signature": one.signature.to_json() if one.signature else None,
-                }
-                for name, one in self.verdicts.items()
-            },
-        }
-        Store(self._git.directory, None, 0o600).write_json(_STATE, content)
-
-    def _load(self) -> None:
-        try:
-            raw: dict[str, Any] = json.loads((self._git.directory / _STATE).read_bytes())
-            if raw["fingerprint"] != self._mark:
-                return
-            for name, one in raw["verdicts"].items():
-                signature = Signature.from_json(one["signature"]) if one["signature"] else None
-                self.verdicts[name] = Judged(int(one["code"]), str(one["reason"]), signature)
-            self._again = set(raw["again"])
-            if self._automatic:
-                self._chosen = replace(self._chosen, repeat=int(raw["repeat"]))
-        except (OSError, ValueError, KeyError, TypeError):
-            self.verdicts = {}
-            return
-        self._say(f"{tally(self.verdicts)} before; they are not repeated (--fresh forgets them).")
+            self._state.verdicts[commit] = judged
+        self._state.repeat = self._chosen.repeat
+        self._state.save()
 
 
 def _say(line: str) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import subprocess
 from collections.abc import Sequence
+from dataclasses import dataclass
 from pathlib import Path
 
 from ..errors import GpuserveError
@@ -14,8 +15,22 @@ _LIMIT = 600.0
 """Seconds for one git command: a checkout of a large tree on a slow disk takes minutes."""
 
 
+@dataclass(frozen=True, slots=True)
+class Position:
+    """Where HEAD is. ``branch`` None: detached."""
+
+    commit: str
+    branch: str | None = None
+
+    def __str__(self) -> str:
+        return self.branch or self.commit[:12]
+
+
 class Git:
     """One work tree.
+
+    Attributes:
+        top: its root. here: where in it we were started. directory: of git, of this work tree alone.
 
     Raises:
         GpuserveError: (constructor) the directory is in no work tree, or there is no git.
@@ -23,7 +38,9 @@ class Git:
 
     def __init__(self, directory: Path) -> None:
         self.top = directory
-        self.top = Path(self("rev-parse", "--show-toplevel", why="gpuserve bisect needs a git work tree"))
+        top = self("rev-parse", "--show-toplevel", why="gpuserve bisect needs a git work tree")
+        self.here = Path(top) / self("rev-parse", "--show-prefix")
+        self.top = Path(top)
         self.directory = Path(os.path.normpath(self.top / self("rev-parse", "--git-dir")))
 
     def __call__(self, *words: str, why: str = "") -> str:
@@ -42,22 +59,32 @@ class Git:
         """(exit code, standard output, standard error)."""
         env = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
         try:
-            done = subprocess.run(
+            child = subprocess.Popen(
                 ["git", *words],
-                check=False,
-                capture_output=True,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
                 cwd=self.top,
                 env=env,
-                timeout=_LIMIT,
-                stdin=subprocess.DEVNULL,
+                start_new_session=True,  # Ctrl-C is for us
             )
         except FileNotFoundError:
             raise GpuserveError("there is no git on this machine. Install it, or run gpuserve judge by hand.") from None
+        try:
+            try:
+                out, err = child.communicate(timeout=_LIMIT)
+            except KeyboardInterrupt:  # one that is killed in a checkout leaves half a tree, and index.lock
+                child.communicate(timeout=_LIMIT)
+                raise
         except subprocess.TimeoutExpired:
             raise GpuserveError(f"git {' '.join(words[:3])} did not end within {_LIMIT:g} s.") from None
-        return done.returncode, done.stdout, done.stderr
+        finally:
+            if child.poll() is None:
+                child.kill()
+                child.communicate()
+        return child.returncode, out, err
 
     def commit(self, name: str, option: str) -> str:
         """The full hash of a commit.
@@ -70,36 +97,63 @@ class Git:
             raise GpuserveError(f"{option} {one_line(name)}: there is no such commit in {self.top}.")
         return out.strip()
 
-    def position(self) -> str:
-        """Where HEAD is: a branch, or a hash when it is detached."""
-        code, out, _ = self.run(["symbolic-ref", "--quiet", "--short", "HEAD"])
-        return out.strip() if code == 0 else self("rev-parse", "HEAD")
+    def position(self) -> Position:
+        """Where HEAD is.
+
+        Raises:
+            GpuserveError: there is no commit yet.
+        """
+        code, out, _ = self.run(["symbolic-ref", "--quiet", "HEAD"])  # --short is ambiguous beside a tag of that name
+        branch = out.strip().removeprefix("refs/heads/") if code == 0 else None
+        return Position(self.commit("HEAD", "HEAD"), branch)
+
+    def changed(self) -> str:
+        """The tracked files that are changed, in few words; empty: none."""
+        lines = self("status", "--porcelain", "--untracked-files=no").splitlines()
+        if not lines:
+            return ""
+        count = f"{len(lines)} tracked file{'s' if len(lines) > 1 else ''}"
+        return f"{count} of {self.top} ({one_line(lines[0].strip(), 80)}{'…' if len(lines) > 1 else ''})"
 
     def check_clean(self) -> None:
         """Raises GpuserveError when tracked files are changed, or a bisection, merge or rebase is under way."""
-        changed = self("status", "--porcelain", "--untracked-files=no")
-        if changed:
-            count = len(changed.splitlines())
+        if changed := self.changed():
             raise GpuserveError(
-                f"{count} tracked files of {self.top} are changed ({one_line(changed.splitlines()[0].strip(), 80)}…), "
-                "and every checkout would carry them along or fail. Commit or stash them first."
+                f"there are changes in {changed}, and every checkout would carry them along or fail. Commit or stash "
+                "them first."
             )
         for name, what in (
             ("BISECT_START", "a git bisect (end it with git bisect reset)"),
             ("rebase-merge", "a rebase"),
             ("rebase-apply", "a rebase"),
             ("MERGE_HEAD", "a merge"),
+            ("CHERRY_PICK_HEAD", "a cherry-pick"),
+            ("REVERT_HEAD", "a revert"),
         ):
             if (self.top / self("rev-parse", "--git-path", name)).exists():
                 raise GpuserveError(f"{what} is under way in {self.top}. Finish it first.")
 
-    def checkout(self, where: str) -> None:
+    def checkout(self, commit: str) -> None:
         """What a build or a test changed in tracked files is dropped; files that git does not know stay.
 
         Raises GpuserveError when such a file is in the way.
         """
         self("reset", "--quiet", "--hard")
-        self("checkout", "--quiet", where, "--", why=f"{where[:12]} cannot be checked out")
+        self("checkout", "--quiet", "--detach", commit, "--", why=f"{commit[:12]} cannot be checked out")
+
+    def go_back(self, start: Position) -> None:
+        """To where HEAD was, as :meth:`checkout`. A branch is checked out as one, wherever it is by now.
+
+        Raises GpuserveError when that cannot be done.
+        """
+        if start.branch is None:
+            self.checkout(start.commit)
+            return
+        self("reset", "--quiet", "--hard")
+        self("checkout", "--quiet", start.branch, "--", why=f"{start.branch} cannot be checked out again")
+
+    def is_ancestor(self, older: str, newer: str) -> bool:
+        return self.run(["merge-base", "--is-ancestor", older, newer])[0] == 0
 
     def candidates(self, bad: str, good: Sequence[str]) -> tuple[list[str], dict[str, tuple[str, ...]]]:
         """Commits of ``bad`` that are in none of ``good``, newest first, and their parents."""

@@ -118,7 +118,8 @@ def run(arguments: argparse.Namespace) -> int:
         )
     if arguments.plan:
         return 0
-    held = lock(arguments.output)
+    taken = f"another gpuserve isolate works in {arguments.output}"
+    held = lock(arguments.output / ".lock", taken, " Choose another place with --output.")
     what = probe or (parity.PROMPTS, parity.TOKENS)
     mark = fingerprint(variants.names, variants.texts, variants.shown(()), what, arguments.ready, len(evidence))
     state = open_state(

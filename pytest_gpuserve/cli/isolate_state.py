@@ -190,22 +190,20 @@ def open_state(directory: Path, mark: str, command: str, redactor: Redactor, *, 
     return state
 
 
-def lock(directory: Path) -> int:
-    """Keep other isolations out of ``directory`` while this process lives.
+def lock(path: Path, taken: str, advice: str = "") -> int:
+    """Keep others out while this process lives; ``taken`` is what they are told.
 
     Raises:
-        GpuserveError: another one works there.
+        GpuserveError: another one holds it, or it cannot be made.
     """
     import fcntl
 
     try:
-        directory.mkdir(parents=True, exist_ok=True)
-        held = os.open(directory / ".lock", os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
+        path.parent.mkdir(parents=True, exist_ok=True)
+        held = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC | os.O_NOFOLLOW, 0o600)
         fcntl.flock(held, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise GpuserveError(f"another gpuserve isolate works in {directory}. Choose another with --output.") from None
+        raise GpuserveError(f"{taken}.{advice}") from None
     except OSError as error:
-        raise GpuserveError(
-            f"{directory} cannot be written: {error.strerror}. Choose another place with --output."
-        ) from error
+        raise GpuserveError(f"{path.parent} cannot be written: {error.strerror}.{advice}") from error
     return held

@@ -170,7 +170,7 @@ def judge(chosen: Settings, say: Callable[[str], None], *, cwd: Path | None = No
     begin = time.monotonic()
     commit = _git(["rev-parse", "HEAD"], cwd) or "-"
     results: list[Judged] = []
-    judged = _build(chosen, cwd) or None
+    judged = _no_directory(cwd) or _build(chosen, cwd)
     env = _caches(commit) if chosen.private_caches and commit != "-" else {}
     while judged is None:
         judged = _busy(chosen.gpu_wait) or None
@@ -210,6 +210,11 @@ def save_signature(signature: Signature, path: Path | None) -> None:
                 Store(target.parent, None, 0o600).write_json(target.name, signature.to_json())
             except OSError as error:
                 raise GpuserveError(f"{target} cannot be written: {error.strerror}.") from error
+
+
+def _no_directory(cwd: Path | None) -> Judged | None:
+    gone = cwd is not None and not cwd.is_dir()
+    return Judged(SKIP, f"the directory {one_line(str(cwd))} is not there at this commit") if gone else None
 
 
 def _build(chosen: Settings, cwd: Path | None) -> Judged | None:

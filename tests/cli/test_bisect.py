@@ -2,10 +2,15 @@
 
 from __future__ import annotations
 
+import fcntl
+import json
 import os
 import re
+import signal
 import subprocess
 import sys
+import threading
+import time
 from pathlib import Path
 
 import pytest
@@ -65,12 +70,19 @@ class Repository:
         command = ["git", *identity, *words]
         return subprocess.run(command, cwd=self.path, check=True, capture_output=True, text=True).stdout.strip()
 
-    def bisect(self, *options: str, good: int = 0, bad: int = -1) -> subprocess.CompletedProcess[str]:
-        ends = ["--good", self.commits[good], "--bad", self.commits[bad]]
+    def command(self, *options: str, good: int = 0, bad: int | None = -1, tests: tuple[str, ...] = ()) -> list[str]:
+        """``bad`` None: the default, HEAD."""
+        ends = ["--good", self.commits[good], *([] if bad is None else ["--bad", self.commits[bad]])]
         build = ["--build", f"{sys.executable} -c 'import state; raise SystemExit(not state.BUILDS)'"]
+        ours = [sys.executable, "-m", "pytest_gpuserve.cli", "bisect"]
+        return [*ours, *ends, *build, *options, "--", *PYTEST, *tests]
+
+    def bisect(
+        self, *options: str, good: int = 0, bad: int | None = -1, tests: tuple[str, ...] = (), inside: str = "."
+    ) -> subprocess.CompletedProcess[str]:
         done = subprocess.run(
-            [sys.executable, "-m", "pytest_gpuserve.cli", "bisect", *ends, *build, *options, "--", *PYTEST],
-            cwd=self.path,
+            self.command(*options, good=good, bad=bad, tests=tests),
+            cwd=self.path / inside,
             env=self.environment,
             capture_output=True,
             text=True,
@@ -79,6 +91,37 @@ class Repository:
         )
         print(done.stdout, done.stderr)
         return done
+
+    def killed(self, *options: str) -> list[str]:
+        """A bisection from ``main``, to its default end, that SIGKILL ended half way; the commits it had judged."""
+        process = subprocess.Popen(
+            self.command("--repeat", "1", *options, bad=None),
+            cwd=self.path,
+            env=self.environment,
+            stdout=subprocess.DEVNULL,
+            start_new_session=True,
+        )
+        try:
+            deadline = time.monotonic() + 120
+            while not self.kept.exists() or len(json.loads(self.kept.read_text())["verdicts"]) < 3:
+                assert process.poll() is None
+                assert time.monotonic() < deadline
+                time.sleep(0.02)
+        finally:
+            process.kill()
+            process.wait()
+        assert self.git("rev-parse", "HEAD") not in (self.commits[0], self.commits[-1]), "in the middle"
+        return list(json.loads(self.kept.read_text())["verdicts"])
+
+    @property
+    def kept(self) -> Path:
+        return self.path / ".git" / "gpuserve-bisect.json"
+
+    @property
+    def head(self) -> str:
+        """The branch, or a hash where HEAD is detached."""
+        here = self.git("rev-parse", "--symbolic-full-name", "HEAD")
+        return here if here != "HEAD" else self.git("rev-parse", "HEAD")
 
     @property
     def log(self) -> list[str]:
@@ -121,9 +164,9 @@ def test_skips_leave_the_smallest_range(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("arrange", "options", "text"),
     [
-        ("dirty", {}, "tracked files"),
+        ("dirty", {}, "1 tracked file of"),
         ("bisecting", {}, "a git bisect"),
-        ("none", {"good": 9, "bad": 3}, "is no ancestor"),
+        ("none", {"good": 9, "bad": 3}, "are they swapped?"),
         ("none", {"good": -1, "bad": -1}, "the same commit"),
         ("none", {"good": 8, "bad": 11}, "fails too"),
         ("none", {"good": 0, "bad": 5}, "there is nothing to bisect"),
@@ -181,6 +224,145 @@ def test_git_bisect_run(tmp_path: Path) -> None:
         check=False,
     )
     assert f"{repo.commits[7]} is the first bad commit" in done.stdout
+
+
+def test_killed_it_goes_on_where_it_was_and_head_comes_back(tmp_path: Path) -> None:
+    """After SIGKILL HEAD is detached at some commit, and the default --bad HEAD means the branch all the same."""
+    repo = repository(tmp_path)
+    before = repo.killed()
+    done = repo.bisect("--repeat", "1", bad=None)
+    assert done.returncode == 0
+    assert "was killed and left HEAD at" in done.stdout
+    assert f"{len(before)} commits tested" in done.stdout
+    assert f"First bad commit: {repo.commits[7]}" in done.stdout
+    assert repo.head == "refs/heads/main"
+    judged = [line.split("\t")[1] for line in repo.log]
+    again = {repo.commits[6]}  # the good side is tested once more
+    assert sorted(set(judged) | again) == sorted({*judged}), judged
+    assert all(judged.count(commit) == 1 for commit in before if commit not in again), judged
+
+
+@pytest.mark.parametrize("ends", ["another test", "another end", "fresh"])
+def test_what_was_killed_does_not_become_part_of_another_bisection(tmp_path: Path, ends: str) -> None:
+    repo = repository(tmp_path)
+    repo.killed()
+    options = {
+        "another test": {"tests": ("test_it.py",)},
+        "another end": {"good": 1},
+        "fresh": {},
+    }[ends]
+    done = repo.bisect("--repeat", "1", *(["--fresh"] if ends == "fresh" else []), bad=None, **options)
+    assert f"First bad commit: {repo.commits[7]}" in done.stdout
+    assert "are not repeated" not in done.stdout
+    if ends != "fresh":
+        assert (
+            f"it was another bisection (--good {repo.commits[0][:12]} --bad {repo.commits[-1][:12]} --" in done.stdout
+        )
+    assert repo.head == "refs/heads/main"
+
+
+def test_changes_in_what_was_killed_are_nobodys_to_drop(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    repo.killed()
+    middle = repo.head
+    (repo.path / "state.py").write_text("changed\n")
+    done = repo.bisect("--repeat", "1", bad=None)
+    assert done.returncode == 2
+    assert "it began at main and left HEAD at" in done.stderr
+    assert "git reset --hard" in done.stderr
+    assert (repo.head, (repo.path / "state.py").read_text()) == (middle, "changed\n")
+
+
+def test_head_stays_where_a_person_put_it_since(tmp_path: Path) -> None:
+    repo = repository(tmp_path)
+    repo.killed()
+    repo.git("checkout", "-q", "-b", "mine", repo.commits[9])
+    done = repo.bisect("--repeat", "1", bad=None)
+    assert f"First bad commit: {repo.commits[7]}" in done.stdout
+    assert "was killed" not in done.stdout
+    assert repo.head == "refs/heads/mine"
+
+
+def test_a_branch_beside_a_tag_of_its_name(tmp_path: Path) -> None:
+    repo = repository(tmp_path, count=4, culprit=2)
+    repo.git("tag", "main", repo.commits[1])
+    done = repo.bisect("--repeat", "1", bad=None)
+    assert f"First bad commit: {repo.commits[2]}" in done.stdout
+    assert repo.head == "refs/heads/main"
+
+
+def test_from_a_folder_which_some_commits_do_not_have(tmp_path: Path) -> None:
+    repo = repository(tmp_path, count=2, culprit=1)
+    inside = repo.path / "inside"
+    for name, there, broken in (("a", True, False), ("b", False, False), ("c", True, False), ("d", True, True)):
+        if there:
+            inside.mkdir(exist_ok=True)
+            (inside / "test_there.py").write_text(f"def test_it(): assert not {broken}, {name!r}\n")
+        else:
+            repo.git("rm", "-q", "-r", "inside")
+        repo.git("add", "-A")
+        repo.git("commit", "-q", "-m", name)
+        repo.commits.append(repo.git("rev-parse", "HEAD"))
+    log = ["--log", str(tmp_path / "bisect.log")]
+    ours = [sys.executable, "-m", "pytest_gpuserve.cli", "bisect", "--repeat", "1", *log, "--good", repo.commits[2]]
+    done = subprocess.run(
+        [*ours, "--", *PYTEST, "test_there.py"],
+        cwd=inside,
+        env=repo.environment,
+        capture_output=True,
+        text=True,
+        timeout=300,
+        check=False,
+    )
+    print(done.stdout, done.stderr)
+    assert f"First bad commit: {repo.commits[5]}" in done.stdout
+    assert "Traceback" not in done.stderr
+    assert repo.head == "refs/heads/main"
+    assert (inside / "test_there.py").exists()
+
+
+def test_a_state_that_cannot_be_read(tmp_path: Path) -> None:
+    repo = repository(tmp_path, count=3, culprit=1)
+    repo.kept.write_text("[" * 200_000)
+    done = repo.bisect("--repeat", "1", bad=None)
+    assert f"First bad commit: {repo.commits[1]}" in done.stdout
+    assert "cannot be read (it is nested too deeply): what an earlier run judged is forgotten" in done.stdout
+    repo.kept.write_text("{}")
+    repo.git("checkout", "-q", "--detach", "main")
+    done = repo.bisect("--repeat", "1", bad=None)
+    assert (done.returncode, "HEAD is detached: an earlier run may have left it there" in done.stderr) == (2, True)
+
+
+def test_two_at_once(tmp_path: Path) -> None:
+    repo = repository(tmp_path, count=2, culprit=1)
+    with (repo.path / ".git" / "gpuserve-bisect.lock").open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        done = repo.bisect()
+    assert (done.returncode, "another gpuserve bisect works in this work tree" in done.stderr) == (2, True)
+
+
+def test_git_is_never_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-C in a checkout: it ends first, since it would leave index.lock and half a tree."""
+    repo = repository(tmp_path, count=2, culprit=1)
+    git = Git(repo.path)
+    fake = tmp_path / "bin" / "git"
+    fake.parent.mkdir()
+    fake.write_text("#!/bin/sh\ntouch began\nwhile [ ! -e interrupted ]; do sleep 0.05; done\nsleep 0.5\ntouch ended\n")
+    fake.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{fake.parent}:{os.environ['PATH']}")
+
+    def interrupt() -> None:
+        while not (repo.path / "began").exists():
+            time.sleep(0.01)
+        os.kill(os.getpid(), signal.SIGINT)
+        (repo.path / "interrupted").touch()
+
+    thread = threading.Thread(target=interrupt)
+    thread.start()
+    with pytest.raises(KeyboardInterrupt):
+        git("status")
+    thread.join()
+    assert (repo.path / "ended").exists()
 
 
 def test_files_that_git_does_not_know_are_never_overwritten(tmp_path: Path) -> None:
