@@ -125,6 +125,14 @@ def descendants(root: int, table: dict[int, Stat] | None = None) -> list[int]:
     return found
 
 
+def ignores(pid: int, number: int) -> bool:
+    """The process ignores this signal (a shell without job control has its background jobs ignore SIGINT)."""
+    for line in read(f"/proc/{pid}/status").splitlines():
+        if line.startswith(b"SigIgn:"):
+            return bool(int(line.split()[1], 16) >> (number - 1) & 1)
+    return False
+
+
 def cmdline(pid: int) -> list[str]:
     """argv as the process shows it now: titles set by setproctitle come as one padded string, stripped here."""
     raw = read(f"/proc/{pid}/cmdline").rstrip(b"\0 ")

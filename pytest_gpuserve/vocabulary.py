@@ -56,5 +56,8 @@ LOG_LIMIT: Final = "log_limit"
 RESULTS: Final = "GPUSERVE_RESULTS"
 """Variable with the file where the plugin writes one JSON line a test, for ``gpuserve judge`` and ``isolate``."""
 
+COLLECTION: Final = "collection"
+"""There, as ``error`` of a line: a module or a directory could not be collected, so its tests are not known."""
+
 FINISHED: Final = {"finished": True}
 """The last line of that file, of a session that nothing cut short."""

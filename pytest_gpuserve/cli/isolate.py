@@ -28,7 +28,9 @@ from . import isolate_text as text
 from . import parity
 from .isolate_run import Isolation
 from .isolate_state import fingerprint, lock, open_state
-from .launches import Check, Launcher, words_of
+from .launches import Check, Launcher
+from .signals import as_interrupt
+from .user_command import check_program, words_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -94,7 +96,9 @@ def run(arguments: argparse.Namespace) -> int:
     """
     _check(arguments)
     variants, evidence, target = _problem(arguments)
-    probe = words_of("--probe", arguments.probe) if arguments.probe else ()
+    probe = words_of("--probe", arguments.probe) if arguments.probe is not None else ()
+    if probe:
+        check_program("--probe", probe)
     if target is not None and target.verdict == "test" and not probe:
         raise GpuserveError(
             "this cell failed in its test, not in its server, and the built-in check does not run that test. Name it: "
@@ -136,6 +140,7 @@ def run(arguments: argparse.Namespace) -> int:
     begin = time.monotonic()
     try:
         with (
+            as_interrupt([]),
             tempfile.TemporaryDirectory(prefix="gpuserve-cold-") as cold,
             Launcher(arguments.output / "incidents", limits, check, pool, stall=arguments.stall_timeout) as launcher,
         ):

@@ -16,14 +16,19 @@ from typing import Any, cast
 from ..engines import get_engine
 from ..engines.features import Remedy
 from ..isolation.replay import ahead, conclude_now, replay
-from ..isolation.search import Finding, Question, Search, Trial, search
+from ..isolation.search import Finding, Outcome, Question, Search, Trial, search
 from ..isolation.signature import ENVIRONMENT, outcome
+from ..isolation.support import Support, support
 from ..isolation.variants import Variants
+from ..text import one_line
 from .isolate_state import Run, State
 from .isolate_text import command, running, told, what
-from .launches import Given, Launcher, Seen
+from .launches import Given, Launcher, Seen, StoppedError
 from .parity import with_base
 from .pytest_probe import is_pytest, run_pytest
+
+_LIKELY = 0.5
+"""Probability by its own launches below which a set is not what was found."""
 
 AGAIN = 2
 """Further launches of what failed for the machine's sake, before it counts as unresolved."""
@@ -40,7 +45,8 @@ class Result:
         smallest: the command line of the first set, of one refined delta the parts that matter alone.
         remedy: the smallest change of the whole command that passes; None: none was found.
         remedy_runs: how often it passed.
-        contradiction: what the matrix says and a launch here does not confirm.
+        contradiction: why it is undecided, where time and budget are not the reason.
+        counts: what the launches say of the sets by themselves; None: there is no set.
     """
 
     status: str
@@ -54,6 +60,7 @@ class Result:
     remedy_runs: int
     out_of_time: bool
     contradiction: str = ""
+    counts: Support | None = None
 
     def to_json(self) -> dict[str, Any]:
         return {
@@ -106,11 +113,14 @@ class Isolation:
             budget=given.budget,
             others=not given.one,
         )
-        finding = self._search("search", variants, make)
-        contradiction = ""
-        if finding.status == "found" and evidence:
+        finding = self._search("search", variants, make, evidence)
+        contradiction = self._silent(variants, evidence) if finding.status != "base_fails" else ""
+        if contradiction:
+            finding = replace(finding, status="undecided", sets=(), confidence=0.0)
+        elif finding.status == "found" and evidence:
             contradiction = self._verify(variants, finding)
-            finding = replace(finding, status="undecided") if contradiction else finding
+        finding, counts, doubt = self._weighed(finding, evidence, doubted=bool(contradiction))
+        contradiction = contradiction or doubt
         sets = tuple(tuple(variants.names[n] for n in sorted(found)) for found in finding.sets)
         refined: dict[str, tuple[str, ...]] = {}
         remedy, runs = None, 0
@@ -135,7 +145,44 @@ class Isolation:
             runs,
             self._over(),
             contradiction,
+            counts,
         )
+
+    def _silent(self, variants: Variants, evidence: Sequence[Trial]) -> str:
+        """Why nothing is known of the whole command after its calibration; empty: something is."""
+        n = len(variants.names)
+        whole = [run for run in self._state.runs if run.stage == "search" and len(run.deltas) == n]
+        seen = [run.outcome for run in whole] + [trial.outcome for trial in evidence if len(trial.deltas) == n]
+        if len(whole) < self._given.calibrate or set(seen) != {"unresolved"}:
+            return ""
+        last = whole[-1]
+        said = one_line(last.text.splitlines()[0], 400).rstrip(".") if last.text else str(last.signature)
+        return (
+            f"{len(whole)} launches of the whole command, and none told whether it fails: {said}. Mend that"
+            f"{' or --probe' if self._probe else ''}, then begin anew with --fresh"
+        )
+
+    def _weighed(
+        self, finding: Finding, evidence: Sequence[Trial], *, doubted: bool
+    ) -> tuple[Finding, Support | None, str]:
+        """The finding with a confidence that its own launches bear out, and why it is doubted if they do not."""
+        if not finding.sets:
+            return finding, None, ""
+        own = self._state.launches("search", self._variants.names)
+        told: dict[frozenset[int], list[Outcome]] = {}
+        for trial in evidence:
+            told.setdefault(trial.deltas, []).append(trial.outcome)
+        counts = support(finding.sets, [own, told])
+        if finding.status == "found" and not doubted:
+            if counts.probability >= _LIKELY:
+                return finding, counts, ""
+            shown = what([self._variants.names[n] for n in sorted(finding.sets[0])], self._variants.names)
+            return replace(finding, status="undecided", sets=(), confidence=0.0), counts, f"{shown}: {counts}"
+        here = support(finding.sets, [own])
+        if here.launched and not here.failed:
+            return replace(finding, status="undecided", sets=(), confidence=0.0), counts, ""
+        sure = finding.confidence * counts.probability
+        return replace(finding, status="undecided", confidence=sure), counts, ""
 
     def _verify(self, variants: Variants, finding: Finding) -> str:
         """What a matrix told is no launch of ours: the set, and the set less each of its deltas, are launched here
@@ -156,12 +203,12 @@ class Isolation:
     def _over(self) -> bool:
         return self._given.minutes is not None and self._state.seconds >= 60 * self._given.minutes
 
-    def _search(self, stage: str, variants: Variants, make: Callable[[], Search]) -> Finding:
+    def _search(self, stage: str, variants: Variants, make: Callable[[], Search], evidence: Sequence[Trial]) -> Finding:
         """Run one search to its end, several launches at a time where that is allowed."""
         with ThreadPoolExecutor(self._width, thread_name_prefix="gpuserve-launch") as threads:
             while True:
                 launches = self._state.launches(stage, variants.names)
-                if self._over():
+                if self._over() or (stage == "search" and self._silent(variants, evidence)):
                     return conclude_now(make(), launches)
                 questions = ahead(make, launches, self._width)
                 if questions and not questions[0].deltas and "pass" not in launches.get(frozenset(), ()):
@@ -175,6 +222,7 @@ class Isolation:
                 except BaseException:
                     for job in jobs:
                         job.cancel()
+                    self._launcher.stop()  # else they would be waited for
                     raise
 
     def _ask(self, stage: str, variants: Variants, question: Question) -> None:
@@ -192,7 +240,7 @@ class Isolation:
             budget=self._given.budget // 2,
             others=False,
         )
-        finding = self._search(f"refine {name}", smaller, make)
+        finding = self._search(f"refine {name}", smaller, make, known)
         if finding.status == "base_fails":
             return ()
         if finding.status == "found":
@@ -237,7 +285,7 @@ class Isolation:
         seen: Seen | None = None
         for _ in range(1 + AGAIN):
             seen = self._once(wanted)
-            if seen.signature.verdict not in ENVIRONMENT:
+            if seen.mute or seen.signature.verdict not in ENVIRONMENT:
                 break
             self._say(f"      {seen.signature}: {seen.text.splitlines()[0] if seen.text else ''}; again")
         assert seen is not None
@@ -279,10 +327,15 @@ class Isolation:
         adapter = get_engine(wanted.spec.engine)
         if is_pytest(self._probe):
             whole = self._variants.wanted(range(len(self._variants.names)))
-            return run_pytest(self._probe, wanted, whole, self._given.probe_timeout, self._given.output)
-        if wanted.command is None:
-            return self._launcher(wanted.spec, adapter, lambda _: None)
-        return self._launcher(wanted.spec, Given(adapter, wanted.command, self._given.ready), lambda _: None)
+            stopped, limit = self._launcher.stopped, self._given.probe_timeout
+            seen = run_pytest(self._probe, wanted, whole, limit, self._given.output, stopped)
+        elif wanted.command is None:
+            seen = self._launcher(wanted.spec, adapter, lambda _: None)
+        else:
+            seen = self._launcher(wanted.spec, Given(adapter, wanted.command, self._given.ready), lambda _: None)
+        if self._launcher.stopped():
+            raise StoppedError("what became of it is our own doing")
+        return seen
 
 
 def _often_enough(rate: float) -> int:

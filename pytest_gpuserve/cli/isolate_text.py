@@ -132,7 +132,9 @@ def _finding(variants: Variants, state: State, result: Result) -> list[str]:
         ]
     if result.status == "undecided":
         why = "the time (--minutes)" if result.out_of_time else "the budget (--budget)"
-        guess = f" Best guess ({result.confidence:.0%}): {' + '.join(result.sets[0])}." if result.sets else ""
+        guess = ""
+        if result.sets:
+            guess = f" Best guess ({result.confidence:.0%}): {' + '.join(result.sets[0])}; {result.counts}."
         lines = [f"Undecided: {why} is spent before one set of deltas was proved{sought}.{guess}"]
         if result.contradiction:
             lines = [f"Undecided: {result.contradiction}{sought}.{guess}"]
@@ -148,7 +150,8 @@ def _finding(variants: Variants, state: State, result: Result) -> list[str]:
             lines.append(f"Of {name}, {matter}.")
         lines += [f"Another set that fails by itself: {' + '.join(other)}." for other in result.sets[1:]]
     if result.indices and not result.contradiction:
-        lines += ["Smallest command that fails:", f"  {result.smallest}"]
+        heading = "Smallest command that fails" if result.status == "found" else "The command line of that guess"
+        lines += [f"{heading}:", f"  {result.smallest}"]
     if result.remedy is not None:
         lines += [
             f"Smallest remedy that passes ({result.remedy.name}, {result.remedy_runs} of {result.remedy_runs} runs):",

@@ -23,9 +23,9 @@ from ..report.files import Store
 from ..server.paths import state_root
 from ..shape import read
 from ..text import one_line
-from .launches import end_group, words_of
 from .pytest_probe import is_pytest, run_session
 from .signals import as_interrupt
+from .user_command import end_group, words_of
 
 INTERRUPTED = 130
 """128 + SIGINT: git bisect stops."""
@@ -129,7 +129,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
     times = arguments.repeat or (repeats(rate, 1 - arguments.confidence) if rate is not None else 1)
     return Settings(
         argv=tuple(arguments.words),
-        build=words_of("--build", arguments.build) if arguments.build else (),
+        build=words_of("--build", arguments.build) if arguments.build is not None else (),
         repeat=times,
         rate=rate,
         target=read_signature(arguments.signature) if arguments.signature else None,

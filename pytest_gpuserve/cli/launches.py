@@ -4,15 +4,13 @@ from __future__ import annotations
 
 import contextlib
 import os
-import shlex
-import signal
 import subprocess
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 from ..engines import uses_gpus
 from ..engines.base import Engine, Launch
@@ -32,6 +30,7 @@ from ..spec import ServerSpec
 from ..text import one_line
 from ..watch.watcher import start as start_watcher
 from . import parity
+from .user_command import end_group
 
 Say = Callable[[str], None]
 
@@ -50,6 +49,7 @@ class Seen:
         text: what happened, already escaped.
         log: raw and private.
         outputs: completions at temperature 0, to compare with those of another launch.
+        mute: the user's check said that it cannot tell: the same launch once more would tell nothing either.
     """
 
     signature: Signature
@@ -58,6 +58,7 @@ class Seen:
     incident: str | None = None
     log: str | None = None
     outputs: tuple[Greedy, ...] = ()
+    mute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,6 +68,7 @@ class Checked:
     signature: Signature
     text: str = ""
     outputs: tuple[Greedy, ...] = ()
+    mute: bool = False
 
 
 @dataclass(frozen=True, slots=True)
@@ -82,6 +84,10 @@ class Check:
     argv: tuple[str, ...] = ()
     timeout: float = 1800.0
     request_timeout: float = 300.0
+
+
+class StoppedError(GpuserveError):
+    """What was launched is not wanted any more."""
 
 
 class Given:
@@ -124,6 +130,8 @@ class Launcher:
         self._pool = pool
         self._stall = stall
         self._watcher: subprocess.Popen[bytes] | None = None
+        self._stopped = False
+        self._ready: set[Server] = set()
 
     def __enter__(self) -> Launcher:
         argv = incident_command(Path("{server}"), self._artifacts, "{reason}", limit=0.68 * DUMP)
@@ -141,12 +149,28 @@ class Launcher:
                 self._watcher.kill()
                 self._watcher.wait()
 
+    def stop(self) -> None:
+        """End what other threads launched, and let them launch nothing more."""
+        self._stopped = True
+        for server in list(self._ready):
+            with contextlib.suppress(GpuserveError, OSError):
+                server.control.stop(self._limits.grace)
+
+    def stopped(self) -> bool:
+        return self._stopped
+
+    def _still_wanted(self, _: object = None) -> None:
+        if self._stopped:
+            raise StoppedError("nothing more is launched")
+
     def __call__(self, spec: ServerSpec, engine: Engine, say: Say) -> Seen:
         """Launch, check, stop. Never raises for what a server did.
 
         Raises:
             GpuserveError: there can be no such server (no program, no GPUs).
+            StoppedError: another thread called :meth:`stop`.
         """
+        self._still_wanted()
         begin = time.monotonic()
         where: list[Path] = []
 
@@ -169,7 +193,9 @@ class Launcher:
                     gpus=gpus,
                     pass_fds=fds,
                     progress=say,
+                    tick=self._still_wanted,
                 )
+                self._ready.add(server)
             except ServerError as error:
                 pids.extend(_pids(where[0]) if where else ())
                 return seen(_signature(error, where[0] if where else None, spec), _text(error), error.incident)
@@ -177,10 +203,11 @@ class Launcher:
                 say("ready; checking")
                 found = check(server, self._check)
                 incident_of = _last_incident(server) if not found.signature.passed else None
-                return replace(seen(found.signature, found.text, incident_of), outputs=found.outputs)
+                return replace(seen(found.signature, found.text, incident_of), outputs=found.outputs, mute=found.mute)
             except ServerError as error:
                 return seen(_signature(error, server.directory, spec), _text(error), error.incident)
             finally:
+                self._ready.discard(server)
                 pids.extend(entry.pid for entry in processes(server.record))
                 server.stop()
 
@@ -204,7 +231,7 @@ def check(server: Server, how: Check) -> Checked:
     Raises:
         ServerError: it hung or ended meanwhile.
     """
-    return Checked(*_run_probe(server, how)) if how.argv else _complete(server, how.request_timeout)
+    return _run_probe(server, how) if how.argv else _complete(server, how.request_timeout)
 
 
 def _complete(server: Server, timeout: float) -> Checked:
@@ -236,8 +263,12 @@ def _complete(server: Server, timeout: float) -> Checked:
     return Checked(broken or Signature("ready"), text, tuple(outputs))
 
 
-def _run_probe(server: Server, how: Check) -> tuple[Signature, str]:
-    """The user's command: 0 passes, 125 cannot tell, anything else fails; a server that hangs or dies says more."""
+def _run_probe(server: Server, how: Check) -> Checked:
+    """The user's command: 0 passes, 125 cannot tell, anything else fails; a server that hangs or dies says more.
+
+    Raises:
+        EngineError: it cannot be run.
+    """
     values = {"{url}": server.url, "{port}": str(server.port), "{model}": server.model}
     argv = [_fill(word, values) for word in how.argv]
     env = {**os.environ, "GPUSERVE_URL": server.url, "GPUSERVE_MODEL": server.model, "GPUSERVE_API_KEY": server.api_key}
@@ -256,44 +287,35 @@ def _run_probe(server: Server, how: Check) -> tuple[Signature, str]:
             code = child.poll()
         finally:
             end_group(child)
+        said = _last_line(output)
     if server.control.last("fired", "killing", "exited"):
         server.get("/health")  # raises what became of the server; one that was spared answers
     if code is None:
         server.dump("probe_timeout")
         found = read_incident(_last_incident(server))
-        if found:
-            return Signature.from_json(found), f"--probe did not end within {how.timeout:g} s"
-        return Signature("hang", "serving"), f"--probe did not end within {how.timeout:g} s"
+        seen = Signature.from_json(found) if found and found.get("verdict") else Signature("hang", "serving")
+        return Checked(seen, f"--probe did not end within {how.timeout:g} s{said}")
     if code == 0:
-        return Signature("ready"), ""
+        return Checked(Signature("ready"))
+    if code in (126, 127):  # a shell's word for it
+        raise EngineError(f"--probe cannot be run (exit code {code}){said}. Correct --probe.")
     if code == 125:
-        return Signature("undecided"), "--probe ended with exit code 125: it cannot tell"
-    return Signature("probe", None, frozenset({f"exit {code}"})), f"--probe ended with exit code {code}"
+        return Checked(Signature("undecided"), f"--probe cannot tell (exit code 125){said}", mute=True)
+    return Checked(Signature("probe", None, frozenset({f"exit {code}"})), f"--probe ended with exit code {code}{said}")
+
+
+def _last_line(output: IO[bytes]) -> str:
+    """``: what was printed last``, escaped; empty: nothing was."""
+    output.seek(max(0, output.seek(0, os.SEEK_END) - 4096))
+    lines = output.read().decode(errors="replace").split("\n")
+    last = next((line for line in reversed(lines) if line.strip()), "")
+    return f": {one_line(last, 300)}" if last else ""
 
 
 def _fill(word: str, values: Mapping[str, str]) -> str:
     for name, value in values.items():
         word = word.replace(name, value)
     return word
-
-
-def words_of(option: str, text: str) -> tuple[str, ...]:
-    """A command that an option gives as one text.
-
-    Raises:
-        GpuserveError: its quotes do not match.
-    """
-    try:
-        return tuple(shlex.split(text))
-    except ValueError as error:
-        raise GpuserveError(f"{option} {one_line(text, 200)} is no command: {error}. Correct its quotes.") from None
-
-
-def end_group(child: subprocess.Popen[bytes]) -> None:
-    """End a command and what it left in its process group, which we made."""
-    with contextlib.suppress(OSError):
-        os.killpg(child.pid, signal.SIGKILL)
-    child.wait()
 
 
 def _signature(error: ServerError, directory: Path | None, spec: ServerSpec) -> Signature:

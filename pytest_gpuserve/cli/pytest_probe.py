@@ -4,18 +4,20 @@ from __future__ import annotations
 
 import contextlib
 import json
+import math
 import os
 import signal
 import subprocess
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from .. import procfs
 from ..errors import GpuserveError
 from ..isolation.deltas import parse_options
-from ..isolation.judge import Report, Session, signature_of
+from ..isolation.judge import BAD, GOOD, Report, Session, judge_session
 from ..isolation.signature import Signature
 from ..shape import OBJECT, parsed
 from ..text import escape
@@ -39,10 +41,12 @@ def run_session(
     limit: float | None = None,
     output: Path | None = None,
     cwd: Path | None = None,
+    stopped: Callable[[], bool] = lambda: False,
 ) -> Session:
     """Run pytest; never longer than ``limit`` seconds. Its output goes where ours goes, or to a file.
 
-    On Ctrl-C, and past the limit, it gets SIGINT (its servers end with it), then SIGKILL.
+    On Ctrl-C, past the limit, and when ``stopped`` (asked several times a second) says so, it is ended, and its servers
+    with it.
 
     Raises:
         GpuserveError: it cannot be run.
@@ -67,30 +71,33 @@ def run_session(
                 ) from None
             timed_out = False
             try:
-                child.wait(limit)
-            except subprocess.TimeoutExpired:
-                timed_out = True
+                deadline = math.inf if limit is None else time.monotonic() + limit
+                while child.poll() is None and not timed_out:
+                    with contextlib.suppress(subprocess.TimeoutExpired):
+                        child.wait(min(0.2, max(0.0, deadline - time.monotonic())))
+                    timed_out = child.poll() is None and (time.monotonic() >= deadline or stopped())
+            finally:
                 _end(child)
-            except BaseException:
-                _end(child)
-                raise
         return Session(child.returncode, *_read(results), timed_out)
 
 
-def run_pytest(probe: Sequence[str], wanted: Wanted, whole: Wanted, limit: float, output: Path) -> Seen:
+def run_pytest(
+    probe: Sequence[str], wanted: Wanted, whole: Wanted, limit: float, output: Path, stopped: Callable[[], bool]
+) -> Seen:
     """One launch of isolate where a test starts the server itself, with ``--gpuserve-set``."""
     begin = time.monotonic()
     output.mkdir(parents=True, exist_ok=True)
     log = output / "pytest.log"
     artifacts = ["--gpuserve-artifacts", str((output / "incidents").absolute())]
-    session = run_session([*probe, *artifacts, *settings(wanted, whole)], limit=limit, output=log)
-    seen = signature_of(session)
+    words = [*probe, *artifacts, *settings(wanted, whole)]
+    session = run_session(words, limit=limit, output=log, stopped=stopped)
+    judged = judge_session(session, None)
     failed = next((report for report in session.reports or () if report.outcome == "failed"), None)
+    seen = Signature("ready") if judged.code == GOOD else judged.signature if judged.code == BAD else None
+    text = escape(failed.reason if failed else "" if seen else judged.reason)
+    mute = seen is None and failed is None and not session.timed_out and session.code >= 0
     incident = failed.incident if failed else None
-    text = escape(failed.reason) if failed else f"pytest ended with exit code {session.code}" if session.code else ""
-    if seen is None:
-        seen = Signature("undecided")
-    return Seen(seen, time.monotonic() - begin, text, incident, str(log))
+    return Seen(seen or Signature("undecided"), time.monotonic() - begin, text, incident, str(log), mute=mute)
 
 
 def settings(wanted: Wanted, whole: Wanted) -> list[str]:
@@ -134,13 +141,17 @@ def _set(values: Mapping[str, Any]) -> list[str]:
 
 
 def _end(child: subprocess.Popen[bytes]) -> None:
-    with contextlib.suppress(OSError):
-        child.send_signal(signal.SIGINT)
-    try:
-        child.wait(60.0)
-    except subprocess.TimeoutExpired:
-        child.kill()  # its servers end with it: their supervisors hold a pidfd
-        child.wait()
+    """By SIGINT, where it does not ignore that, so that its report is whole; else its servers end as their owner does,
+    on whom their supervisors hold a pidfd."""
+    deaf = procfs.ignores(child.pid, signal.SIGINT)
+    for number, patience in ((signal.SIGTERM if deaf else signal.SIGINT, 30.0), (signal.SIGTERM, 5.0)):
+        if child.poll() is not None:
+            return
+        child.send_signal(number)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            child.wait(patience)
+    child.kill()
+    child.wait()
 
 
 def _read(path: Path) -> tuple[tuple[Report, ...] | None, bool]:

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shape import Maybe, checked
+from ..vocabulary import COLLECTION
 from .signature import ENVIRONMENT, Signature
 
 GOOD, BAD, SKIP, BROKEN = 0, 1, 125, 128
@@ -133,6 +134,9 @@ def judge_session(session: Session, target: Signature | None) -> Judged:
         first = failed[0]
         what = "trouble of the machine" if first.signature.verdict in ENVIRONMENT else "another failure"
         return Judged(SKIP, f"{what}: {first.nodeid}: {first.signature}{_short(first.reason)}")
+    lost = [r for r in session.reports if r.error == COLLECTION]
+    if lost:
+        return Judged(SKIP, f"{lost[0].nodeid or 'a test module'} could not be collected:{_short(lost[0].reason)}")
     if session.timed_out or session.code not in (0, 1, 5):
         return Judged(SKIP, _code_text(session))
     if not session.whole:
@@ -178,14 +182,6 @@ def confidence(rate: float, runs: int) -> float:
     half of the commits are bad."""
     miss = (1 - rate) ** runs
     return 1 / (1 + miss)
-
-
-def signature_of(session: Session) -> Signature | None:
-    """What isolate makes of one run of pytest; None: it says nothing."""
-    judged = judge_session(session, None)
-    if judged.code == GOOD:
-        return Signature("ready")
-    return judged.signature if judged.code == BAD else None
 
 
 def _sought(report: Report, target: Signature | None) -> bool:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ..vocabulary import FINISHED, RESULTS
+from ..vocabulary import COLLECTION, FINISHED, RESULTS
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -52,7 +52,8 @@ class Results:
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
         if report.failed:
-            self._write({"nodeid": report.nodeid, "outcome": "error", "reason": str(report.longrepr)[-300:]})
+            reason = _last_words(str(report.longrepr))
+            self._write({"nodeid": report.nodeid, "outcome": "error", "reason": reason, "error": COLLECTION})
 
     def pytest_sessionfinish(self) -> None:
         for entry in self._tests.values():  # whose teardown was never reported: a worker crashed, pytest.exit
@@ -101,6 +102,13 @@ def _reason(report: pytest.TestReport) -> str:
         return str(report.longrepr[2]).removeprefix("Skipped: ")[:1000]
     crash = getattr(report.longrepr, "reprcrash", None)
     return str(crash.message if crash is not None else report.longrepr)[:1000]
+
+
+def _last_words(text: str) -> str:
+    """Of a traceback as pytest shows it, the line of the exception."""
+    lines = [line for line in text.splitlines() if line.strip()] or [""]
+    marked = [line[1:] for line in lines if line.startswith("E ")]
+    return (marked or lines)[-1].strip()[:300]
 
 
 def _error(report: pytest.TestReport) -> str | None:

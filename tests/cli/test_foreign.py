@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import json
+import subprocess
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +14,8 @@ from hypothesis import HealthCheck, example, given, settings
 from hypothesis import strategies as st
 
 from pytest_gpuserve import cli
+from pytest_gpuserve.cli import bisect_state
+from pytest_gpuserve.cli.git import Git
 from pytest_gpuserve.cli.isolate_state import Run, State, open_state
 from pytest_gpuserve.cli.parity import PROMPTS
 from pytest_gpuserve.errors import GpuserveError
@@ -144,6 +147,47 @@ def test_a_state_of_isolate_that_anybody_wrote(text: str, tmp_path: Path) -> Non
     state.save()
     again = open_state(tmp_path, "f", "cmd", Redactor.of({}), fresh=False)
     assert (again.runs, again.target, again.base) == (state.runs, state.target, state.base)
+
+
+COMMIT = "0123456789" * 4
+BISECTION = {
+    "schema": "gpuserve.bisect/2",
+    "fingerprint": "f",
+    "command": "pytest",
+    "bad": COMMIT,
+    "good": [COMMIT],
+    "start": {"commit": COMMIT, "branch": "main"},
+    "at": [COMMIT],
+    "repeat": 1,
+    "again": [COMMIT],
+    "verdicts": {COMMIT: {"code": 1, "reason": "x", "signature": {"verdict": "hang", "phase": None, "roots": []}}},
+}
+
+
+@pytest.fixture(scope="module")
+def git(tmp_path_factory: pytest.TempPathFactory) -> Git:
+    path = tmp_path_factory.mktemp("repository")
+    subprocess.run(["git", "init", "-q", str(path)], check=True)
+    return Git(path)
+
+
+@settings(deadline=None, max_examples=200, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(text=spoilt(BISECTION).map(json.dumps) | JSON.map(json.dumps) | st.text(max_size=20))
+@example(text=DEEP)
+@example(text=json.dumps({**BISECTION, "verdicts": {"--output=x": {"code": 1, "reason": ""}}}))
+@example(text=json.dumps({**BISECTION, "start": {"commit": COMMIT, "branch": "--orphan"}}))
+@example(text=json.dumps({**BISECTION, "verdicts": {COMMIT: {"code": True, "reason": ""}}}))
+def test_a_state_of_bisect_that_anybody_wrote(text: str, git: Git) -> None:
+    (git.directory / bisect_state.NAME).write_bytes(text.encode(errors="surrogatepass"))
+    try:
+        state = bisect_state.load(git)
+    except ValueError:
+        return
+    assert state is not None
+    words = [state.bad, *state.good, state.start.commit, state.start.branch or "", *state.at, *state.verdicts]
+    assert not [word for word in words if word.startswith("-")], "an option to git"
+    state.save()
+    assert bisect_state.load(git) == state
 
 
 @settings(deadline=None, max_examples=200)

@@ -221,6 +221,15 @@ def test_a_command_that_is_no_server(place: Place) -> None:
         (["--", *SIM[:3], "--model-path", "m", "--cuda-graph", "off"], "nothing in this command can be taken away"),
         (["--from", "/no/such/matrix.json", "cell"], "cannot be read"),
         (["--probe", "python 'x", "--", "server", "--x"], "--probe python 'x is no command: No closing quotation"),
+        (
+            ["--probe", "/no/such/probe {url}", "--", "server", "--x"],
+            "--probe: /no/such/probe cannot be run: there is no",
+        ),
+        (["--probe", "no-such-probe", "--", "server", "--x"], "--probe: no-such-probe cannot be run: there is no such"),
+        (["--probe", "/tmp", "--", "server", "--x"], "it is a directory"),
+        (["--probe", "/etc/passwd", "--", "server", "--x"], "it is not executable: chmod +x"),
+        (["--probe", " ", "--", "server", "--x"], "--probe names no command"),
+        (["--probe", "", "--", "server", "--x"], "--probe names no command"),
         (["--calibrate", "0", "--", "server", "--x"], "--calibrate must be above 0"),
         (["--parallel", "-2", "--", "server", "--x"], "--parallel must be above 0"),
         (["--gpus", "virtual:x", "--", "server", "--x"], "gpuserve: --gpus=virtual:x: 'virtual:x' is no GPU"),
@@ -231,6 +240,7 @@ def test_mistakes_are_one_paragraph(place: Place, words: list[str], text: str) -
     assert done.returncode == 2
     assert text in done.stderr
     assert "Traceback" not in done.stderr
+    assert not place.servers()
 
 
 def test_plan_starts_nothing(place: Place) -> None:
@@ -257,20 +267,50 @@ PROBE = """\
 import os, sys, urllib.request
 assert os.environ["GPUSERVE_URL"] == sys.argv[1]
 text = urllib.request.urlopen(sys.argv[1] + "/get_server_info").read().decode()
+print("no idea")
 sys.exit({"fails": "fp8" in text, "lost": 125, "passes": 0}[sys.argv[2]])
 """
 
 
-@pytest.mark.parametrize(("kind", "status"), [("fails", "found"), ("passes", "not_reproduced")])
+@pytest.mark.parametrize(("kind", "status"), [("fails", "found"), ("passes", "not_reproduced"), ("lost", "undecided")])
 def test_a_probe_of_the_users(place: Place, kind: str, status: str) -> None:
     (place.path / "probe.py").write_text(PROBE)
     probe = shlex.join([sys.executable, "probe.py", "{url}", kind])
     words = [*SIM, "--kv-cache-dtype", "fp8", "--overlap", "on", "--cuda-graph", "off"]
-    place.run("--calibrate", "1", "--one", "--remedies", "0", "--probe", probe, "--", *words)
+    done = place.run("--calibrate", "1", "--one", "--remedies", "0", "--probe", probe, "--", *words)
     assert place.state["result"]["status"] == status
+    if status == "undecided":
+        assert place.servers() == 2, "after the calibration it is clear"
+        assert "none told whether it fails: --probe cannot tell (exit code 125): no idea." in done.stdout
     if status == "found":
         assert place.state["result"]["sets"] == [["--kv-cache-dtype"]]
         assert place.state["target"] == {"verdict": "probe", "phase": None, "roots": ["exit 1"]}
+
+
+@pytest.mark.parametrize(
+    ("test", "said"),
+    [
+        ("test_it.py -k nothing", "no test was selected"),
+        ("no_such_file.py", "pytest ended with exit code 4 (wrong usage)"),
+        ("test_broken.py", "test_broken.py could not be collected: ModuleNotFoundError: No module named 'no_such'"),
+    ],
+)
+def test_pytest_that_can_never_tell(place: Place, test: str, said: str) -> None:
+    (place.path / "test_it.py").write_text("def test_it(): pass\n")
+    (place.path / "test_broken.py").write_text("import no_such\n")
+    probe = f"{sys.executable} -m pytest -p no:randomly {test}"
+    done = place.run("--calibrate", "1", "--probe", probe, "--", *SIM, "--overlap", "on")
+    assert done.returncode == 1
+    assert f"Undecided: 1 launches of the whole command, and none told whether it fails: {said}" in done.stdout
+    assert len(place.state["runs"]) == 2
+
+
+def test_a_probe_that_its_shell_does_not_find(place: Place) -> None:
+    done = place.run("--calibrate", "1", "--probe", "sh -c 'no-such-program'", "--", *SIM, "--overlap", "on")
+    assert done.returncode == 2
+    assert "--probe cannot be run (exit code 127): " in done.stderr
+    assert "no-such-program" in done.stderr
+    assert place.servers() == 1
 
 
 def test_pytest_as_probe_starts_the_server_itself(place: Place) -> None:
@@ -389,8 +429,16 @@ def test_the_state_belongs_to_one_command(tmp_path: Path) -> None:
         open_state(tmp_path, fingerprint("a"), "cmd", Redactor.of({}), fresh=False)
 
 
-def test_interrupted_it_says_how_to_go_on(place: Place) -> None:
-    words = ["--", *SIM, "--phase-seconds", "weight_load=60", "--overlap", "on"]
+@pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
+@pytest.mark.parametrize("probe", ["", "pytest"])
+def test_interrupted_it_says_how_to_go_on(place: Place, number: signal.Signals, probe: str) -> None:
+    """Servers that are coming up are ended, not waited for; no launch that was cut short counts."""
+    (place.path / "test_it.py").write_text(
+        "import pytest\n\n@pytest.mark.gpuserve(engine='sim')\ndef test_it(server): pass\n"
+    )
+    words = ["--stall-timeout", "400", "--", *SIM, "--phase-seconds", "weight_load=400", "--overlap", "on"]
+    if probe:
+        words = ["--probe", f"{sys.executable} -m pytest -p no:randomly test_it.py", *words]
     process = subprocess.Popen(
         place.command(*words), stdout=subprocess.PIPE, text=True, cwd=place.path, env=place.environment
     )
@@ -399,11 +447,11 @@ def test_interrupted_it_says_how_to_go_on(place: Place) -> None:
         while not place.servers():
             assert time.monotonic() < deadline
             time.sleep(0.05)
-        time.sleep(0.5)
-        process.send_signal(signal.SIGINT)
-        out, _ = process.communicate(timeout=60)
+        process.send_signal(number)
+        out, _ = process.communicate(timeout=100)
     finally:
         process.kill()
         process.wait()
     assert process.returncode == 130
     assert "the same command goes on from there" in out
+    assert not (place.output / "isolate.json").exists()

@@ -15,6 +15,7 @@ import pytest
 
 from pytest_gpuserve import procfs
 from pytest_gpuserve.cli.judge import read_signature
+from pytest_gpuserve.cli.pytest_probe import run_session
 from pytest_gpuserve.errors import GpuserveError
 from pytest_gpuserve.isolation.signature import Signature
 
@@ -81,7 +82,16 @@ def test_it(server): pass
         ("import pytest\ndef test_it(): pytest.exit('x', returncode=0)", [], 125, "before its session was over"),
         ("import os\ndef test_a(): pass\ndef test_b(): os._exit(0)", [], 125, "before its session was over"),
         ("def test_it(): pass\ndef test_b(): assert 0", ["-k", "nothing"], 125, "no test was selected"),
-        ("def test_it(: pass", [], 125, "exit code 2 (interrupted)"),
+        ("def test_it(: pass", [], 125, "test_it.py could not be collected: SyntaxError: "),
+        (
+            "import no_such",
+            [],
+            125,
+            "test_it.py could not be collected: ModuleNotFoundError: No module named 'no_such'",
+        ),
+        ("import no_such", ["--continue-on-collection-errors"], 125, "could not be collected"),
+        ("import no_such", ["test_it.py::test_it"], 125, "could not be collected"),
+        ("import no_such", ["-n", "1"], 125, "could not be collected"),
         ("def test_it(): pass", ["--no-such-option"], 125, "exit code 4 (wrong usage)"),
         ("import os, signal\ndef test_it(): os.kill(os.getpid(), signal.SIGKILL)", [], 125, "killed by signal 9"),
         ("import os\ndef test_it(): os._exit(0)", [], 125, "before its session was over"),
@@ -147,6 +157,7 @@ def test_flaky_runs_are_repeated(place: Place) -> None:
         (["--repro-rate", "2"], PYTEST),
         (["--signature", "/no/such/incident"], PYTEST),
         (["--signature", "last"], PYTEST),
+        (["--build", " "], PYTEST),
         ([], ["make", "test"]),
     ],
 )
@@ -186,6 +197,23 @@ def test_interrupted(place: Place, number: signal.Signals) -> None:
     assert process.returncode == 130
     assert "interrupted" in out
     assert procfs.process_id(int((place.path / "pid").read_text())) is None, "its pytest was left"
+
+
+def test_a_limit_needs_no_sigint(tmp_path: Path) -> None:
+    """A shell without job control has its background jobs ignore SIGINT; what never hears it is ended all the same."""
+    (tmp_path / "pytest.ini").write_text("[pytest]\n")
+    (tmp_path / "test_it.py").write_text(
+        "import time\ndef test_it():\n    open('running', 'w').close()\n    time.sleep(500)\n"
+    )
+    before = signal.signal(signal.SIGINT, signal.SIG_IGN)
+    try:
+        begin = time.monotonic()
+        session = run_session(PYTEST, cwd=tmp_path, stopped=(tmp_path / "running").exists)
+        took = time.monotonic() - begin
+    finally:
+        signal.signal(signal.SIGINT, before)
+    assert session.timed_out
+    assert session.code == -signal.SIGTERM, f"after {took:.0f} s"
 
 
 def test_signatures_are_read_from_incidents(tmp_path: Path) -> None:
