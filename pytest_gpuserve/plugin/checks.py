@@ -14,8 +14,8 @@ import pytest
 from ..engines import uses_gpus
 from ..errors import GpuserveError, ServerError, SpecError
 from ..gpu import Gpu, Reading, query, visible
-from .marks import capabilities
-from .state import ERROR, PROBLEM, WANTED, State, uses_pool
+from .marks import capabilities, names_an_architecture
+from .state import ERROR, LACKS, PROBLEM, WANTED, State, uses_pool
 
 if TYPE_CHECKING:
     from ..isolation.matrix import Cell
@@ -33,16 +33,32 @@ def check(item: pytest.Item, state: State) -> None:
         _refuse(item, SpecError(problem))
     wanted = item.stash.get(WANTED, None)
     if wanted is None:
+        check_gpus(item, state)
         return
     if problem := missing_model(wanted.spec):
         _refuse(item, SpecError(problem))
     if settings.session_deadline is not None and time.monotonic() >= settings.session_deadline:
         _refuse(item, ServerError("not run: the session's deadline (--gpuserve-session-deadline) has passed."))
     if reason := missing_gpus(item, wanted.spec):
-        if settings.strict_arch:
-            text = f"{reason} (failed, not skipped, because of --gpuserve-strict-arch)"
-            _refuse(item, ServerError(text, verdict="infra"))
-        pytest.skip(reason)
+        _lacks(item, reason, state)
+
+
+def check_gpus(item: pytest.Item, state: State) -> None:
+    """The same for a test that wants no server of ours, or starts its own by hand: one GPU that its marks allow."""
+    try:
+        reason = missing_gpus(item, None) if names_an_architecture(item) else None
+    except pytest.UsageError as error:
+        _refuse(item, SpecError(str(error)))
+    if reason:
+        item.stash[LACKS] = reason
+        _lacks(item, reason, state)
+
+
+def _lacks(item: pytest.Item, reason: str, state: State) -> NoReturn:
+    if state.settings.strict_arch:
+        text = f"{reason} (failed, not skipped, because of --gpuserve-strict-arch)"
+        _refuse(item, ServerError(text, verdict="infra"))
+    pytest.skip(reason)
 
 
 def _refuse(item: pytest.Item, error: GpuserveError) -> NoReturn:
@@ -69,19 +85,23 @@ def missing_model(spec: ServerSpec) -> str | None:
     return None
 
 
-def missing_gpus(item: pytest.Item, spec: ServerSpec) -> str | None:
-    """Why this machine's GPUs will not do for a test, naming what was found; None when they will."""
+def missing_gpus(item: pytest.Item, spec: ServerSpec | None) -> str | None:
+    """Why this machine's GPUs will not do for a test, naming what was found; None when they will.
+
+    ``spec``: of its server; None: it has none, and one GPU will do.
+    """
     exact, least = capabilities(item)
     asked = bool(exact) or least is not None
-    if not asked and not uses_gpus(spec):
+    if not asked and (spec is None or not uses_gpus(spec)):
         return None
+    count = spec.tp if spec is not None else 1
     units = visible_to(item.config, spec)
-    if len(suitable_gpus(item, units)) >= spec.tp or not (asked or units):
+    if len(suitable_gpus(item, units)) >= count or not (asked or units):
         return None  # an engine without any GPU may run on CPU: that is for the engine to say
     names = [f"sm{major}{minor}" for major, minor in sorted(exact)]
     names += [f"sm{least[0]}{least[1]} or later"] if least else []
     kind = f" of compute capability {' or '.join(names)}" if names else ""
-    return f"needs {spec.tp} GPU{'s' if spec.tp > 1 else ''}{kind}; found {_found(item.config, units)}"
+    return f"needs {count} GPU{'s' if count > 1 else ''}{kind}; found {_found(item.config, units)}"
 
 
 def suitable_gpus(item: pytest.Item | None, units: Sequence[Gpu]) -> list[Gpu]:

@@ -10,7 +10,7 @@ import pytest
 
 from . import marks, options
 from .fixtures import gpuserve_cell, gpuserve_pool, gpuserve_server, server
-from .state import PROBLEM, STATE, WANTED, State, state_of, uses_pool
+from .state import LACKS, PROBLEM, STATE, WANTED, State, state_of, uses_pool
 
 __all__ = ["gpuserve_cell", "gpuserve_pool", "gpuserve_server", "server"]
 
@@ -27,6 +27,7 @@ def pytest_addhooks(pluginmanager: pytest.PytestPluginManager) -> None:
 
 @pytest.hookimpl(wrapper=True)
 def pytest_cmdline_main(config: pytest.Config) -> Generator[None, Any, Any]:
+    marks.remember_file(config)
     options.keep_plan_here(config)
     return (yield)
 
@@ -97,6 +98,12 @@ def pytest_runtest_setup(item: pytest.Item) -> None:
             from .checks import check
 
             check(item, state)
+    elif marks.names_an_architecture(item):
+        state = state_of(item.config)
+        with state.clock.paused():
+            from .checks import check_gpus
+
+            check_gpus(item, state)
 
 
 @pytest.hookimpl(wrapper=True)
@@ -130,7 +137,7 @@ def pytest_fixture_setup(request: pytest.FixtureRequest) -> Generator[None, Any,
 def pytest_runtest_makereport(
     item: pytest.Item, call: pytest.CallInfo[None]
 ) -> Generator[None, pytest.TestReport, pytest.TestReport]:
-    if not uses_pool(item) and state_of(item.config).pool is None:
+    if not uses_pool(item) and LACKS not in item.stash and state_of(item.config).pool is None:
         return (yield)
     from .outcome import Outcome
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from typing import TYPE_CHECKING, Final
 
 import pytest
@@ -54,6 +55,15 @@ TRAITS: Final = frozenset(
 """Bare marks that a test gets from its server's spec."""
 
 
+_IN_FILE: pytest.StashKey[frozenset[str]] = pytest.StashKey()
+_OURS: pytest.StashKey[frozenset[str]] = pytest.StashKey()
+
+
+def remember_file(config: pytest.Config) -> None:
+    """What the configuration file declares, before any plugin adds to it: a name there is no meaning yet."""
+    config.stash[_IN_FILE] = frozenset(config.getini("markers"))
+
+
 def register(config: pytest.Config) -> None:
     """Declare every mark of the list."""
     lines = [
@@ -69,6 +79,7 @@ def register(config: pytest.Config) -> None:
         *(f"{name}: the server runs speculative decoding {name}" for name in SPEC_DECODE),
         *(f"attn_{name}: the server runs attention backend {name}" for name in ATTENTION),
     ]
+    config.stash[_OURS] = frozenset(lines)
     for line in lines:
         config.addinivalue_line("markers", line)
 
@@ -83,6 +94,19 @@ def add_to(item: pytest.Item, spec: ServerSpec) -> None:
     if spec.model:
         cell["model"] = spec.model
     item.add_marker(pytest.mark.cell(**cell))
+
+
+def names_an_architecture(item: pytest.Item) -> bool:
+    """Whether a mark of the test asks for GPUs, and is ours: one of this name that another plugin, or a conftest,
+    declares as well has their meaning in tests without a server of ours."""
+    names = {mark.name for mark in item.iter_markers() if mark.name.startswith("sm")}
+    names &= {"sm_min", *(f"sm{number}" for number in ARCHITECTURES)}
+    return bool(names) and not names & _declared_by_others(item.config)
+
+
+def _declared_by_others(config: pytest.Config) -> set[str]:
+    known = {*config.stash.get(_IN_FILE, ()), *config.stash.get(_OURS, ())}
+    return {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers") if line not in known}
 
 
 def capabilities(item: pytest.Item) -> tuple[frozenset[tuple[int, int]], tuple[int, int] | None]:

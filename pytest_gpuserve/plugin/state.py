@@ -35,6 +35,9 @@ WANTED: pytest.StashKey[Wanted] = pytest.StashKey()
 PROBLEM: pytest.StashKey[str] = pytest.StashKey()
 """On a test: one paragraph why its marks cannot be obeyed; its set-up fails with it."""
 
+LACKS: pytest.StashKey[str] = pytest.StashKey()
+"""On a test without a server of ours: the GPUs that its ``sm`` marks ask for, and that are not there."""
+
 ERROR: pytest.StashKey[GpuserveError] = pytest.StashKey()
 """On a test: why it did not get its server, in the attempt under way."""
 

@@ -2,9 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
+import json
+
 import pytest
 
 from pytest_gpuserve.gpu import Gpu, Reading
+from pytest_gpuserve.isolation.judge import BROKEN, Report, Session, judge_session
 from pytest_gpuserve.plugin import checks
 
 pytestmark = pytest.mark.usefixtures("toys")
@@ -110,21 +114,74 @@ def test_visible_devices_hide_the_others(project, machine, monkeypatch):
     project.here().assert_outcomes(passed=1)
 
 
-def test_marks_of_tests_without_our_server_are_theirs(project, machine):
-    asked = machine(HOPPER)
-    project.write(
-        test_it="""
-        from pytest import fixture, mark
-        @fixture
-        def server(): return 1
-        @mark.sm120
-        def test_plain(): pass
-        @mark.sm120
-        def test_own(server): pass
-    """
+PLAIN = """
+from pytest import fixture, mark
+@fixture
+def server(): return 1
+@mark.sm120
+def test_plain(): pass
+@mark.sm120
+def test_own(server): pass
+@mark.sm120
+def test_by_hand(gpuserve_pool): pass
+@mark.sm_min(100)
+class TestLeast:
+    def test_it(self): pass
+@mark.sm90
+def test_here(): pass
+def test_none(): pass
+"""
+
+
+@pytest.mark.parametrize("declared", [False, True])
+def test_marks_count_for_tests_without_a_server_too(project, machine, declared):
+    """Also where the project's file declares the name, as it must have done under --strict-markers without us."""
+    machine(HOPPER)
+    project.write(test_it=PLAIN)
+    if declared:
+        project.pytester.makeini("[pytest]\nmarkers =\n    sm120: needs a consumer Blackwell\n")
+    result = project.here("-rs")
+    result.assert_outcomes(passed=2, skipped=4)
+    result.stdout.fnmatch_lines(
+        ["SKIPPED * test_it.py:4: needs 1 GPU of compute capability sm120; found 1 x Toy X (sm90)"]
     )
-    project.here("--gpuserve-strict-arch").assert_outcomes(passed=2)
+    result = project.here("--gpuserve-strict-arch")
+    result.assert_outcomes(passed=2, errors=4)
+    result.stdout.fnmatch_lines(["needs 1 GPU of compute capability sm120; found*--gpuserve-strict-arch*"])
+
+
+def test_marks_that_another_plugin_declares_are_theirs(project, machine, no_servers):
+    asked = machine(HOPPER)
+    own = """
+    def pytest_configure(config):
+        config.addinivalue_line("markers", "sm120(reason): compiles for it, on any machine")
+    """
+    project.write(
+        test_it=PLAIN.replace("@mark.sm_min(100)", "@mark.sm120('why')").replace("@mark.sm90", ""), sm_theirs=own
+    )
+    project.pytester.syspathinsert()
+    for option in ((), ("--gpuserve-strict-arch",), ("--strict-markers",)):
+        project.here("-p", "sm_theirs", *option).assert_outcomes(passed=6)
     assert not asked
+    project.write(test_it=module("sm120"))
+    project.here("-p", "sm_theirs").assert_outcomes(skipped=1)
+
+
+def test_a_wrong_gpu_is_no_bad_commit(project, machine, monkeypatch, tmp_path):
+    """What `gpuserve judge` is told: the machine cannot test it, whether the test is skipped or fails for it."""
+    machine(HOPPER)
+    project.write(test_it=PLAIN)
+    for number, option in enumerate(([], ["--gpuserve-strict-arch"])):
+        results = tmp_path / f"results{number}.jsonl"
+        monkeypatch.setenv("GPUSERVE_RESULTS", str(results))
+        monkeypatch.delenv("GPUSERVE_RESULTS_OWNER", raising=False)
+        project.here("-k", "test_plain or test_none", *option)
+        reports = []
+        for line in results.read_text().splitlines():
+            with contextlib.suppress(ValueError):
+                reports.append(Report.from_json(json.loads(line)))
+        judged = judge_session(Session(number, tuple(reports)), None)
+        assert judged.code == BROKEN, judged
 
 
 def test_gpus_are_asked_once_and_not_before_a_test_needs_them(project, machine):
