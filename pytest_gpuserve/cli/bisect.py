@@ -37,8 +37,8 @@ _AGAIN = 2
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.usage = "gpuserve bisect --good A [--bad B] [options] -- pytest ARGS…"
     parser.epilog = (
-        "Exit code: 0 the first bad commit; 1 a range of several, or nothing to bisect; 2 usage; 128 this machine can "
-        "test no commit; 130 interrupted: the same command goes on where it was."
+        "Exit code: 0 the first bad commit; 1 a range of several; 2 usage, or ends that cannot be bisected; 128 this "
+        "machine can test no commit; 130 interrupted: the same command goes on where it was."
     )
     parser.add_argument("--good", action="append", required=True, metavar="COMMIT", help="passes; may be repeated")
     parser.add_argument("--bad", default="HEAD", metavar="COMMIT", help="fails (default: HEAD)")
@@ -81,7 +81,8 @@ def _bisect(arguments: argparse.Namespace, chosen: Settings, git: Git) -> int:
     if left is not None and left.fingerprint == mark and not arguments.fresh:
         state.verdicts, state.again = left.verdicts, left.again
         state.repeat = left.repeat if automatic else chosen.repeat
-        _say(f"{tally(state.verdicts)} before; they are not repeated (--fresh forgets them).")
+        if state.verdicts:
+            _say(f"{tally(state.verdicts)} before; they are not repeated (--fresh forgets them).")
     elif left is not None and left.verdicts and not arguments.fresh:
         _say(f"What an earlier run judged is forgotten: it was another bisection ({left.title}).")
     bisection = Bisection(state, replace(chosen, repeat=state.repeat), _say, automatic, arguments.confidence)

@@ -30,7 +30,7 @@ from .isolate_run import Isolation
 from .isolate_state import fingerprint, lock, open_state
 from .launches import Check, Launcher
 from .signals import as_interrupt
-from .user_command import check_program, words_of
+from .user_command import check_above_zero, check_program, words_of
 
 
 def configure(parser: argparse.ArgumentParser) -> None:
@@ -115,6 +115,8 @@ def run(arguments: argparse.Namespace) -> int:
 
     for line in text.plan(variants, arguments, evidence, text.command(variants, (), redactor)):
         say(line)
+    if isinstance(variants, CommandLine) and variants.engine == "command" and variants.parts.port_added:
+        say("It does not say {port}, so --port {port} is added: write {port} where this server takes its port.")
     if not variants.names:
         raise GpuserveError(
             "nothing in this command can be taken away: all of it is what the model needs. Isolate a command with the "
@@ -159,10 +161,11 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _check(arguments: argparse.Namespace) -> None:
-    for name in ("calibrate", "budget", "parallel", "minutes", "startup_timeout", "stall_timeout", "request_timeout"):
-        value = getattr(arguments, name)
-        if value is not None and value <= 0:
-            raise GpuserveError(f"--{name.replace('_', '-')} must be above 0, not {value:g}.")
+    above = ("calibrate", "budget", "parallel", "minutes", "startup_timeout", "stall_timeout", "request_timeout")
+    check_above_zero(arguments, *above, "probe_timeout")
+    for name in ("remedies", "grace"):
+        if not getattr(arguments, name) >= 0:
+            raise GpuserveError(f"--{name} must be 0 or more.")
 
 
 def _pool(option: str | None) -> GpuPool:

@@ -25,7 +25,7 @@ from ..shape import read
 from ..text import one_line
 from .pytest_probe import is_pytest, run_session
 from .signals import as_interrupt
-from .user_command import end_group, words_of
+from .user_command import check_above_zero, end_group, words_of
 
 INTERRUPTED = 130
 """128 + SIGINT: git bisect stops."""
@@ -126,6 +126,9 @@ def settings(arguments: argparse.Namespace) -> Settings:
         raise GpuserveError("--repro-rate must be above 0 and at most 1: the share of the runs that fail.")
     if not 0 < arguments.confidence < 1:
         raise GpuserveError("--confidence must lie between 0 and 1.")
+    check_above_zero(arguments, "timeout", "build_timeout")
+    if not arguments.gpu_wait >= 0:
+        raise GpuserveError("--gpu-wait must be 0 or more.")
     times = arguments.repeat or (repeats(rate, 1 - arguments.confidence) if rate is not None else 1)
     return Settings(
         argv=tuple(arguments.words),

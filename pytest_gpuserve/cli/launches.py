@@ -25,6 +25,7 @@ from ..server.handle import Server
 from ..server.leases import acquire
 from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
+from ..server.readiness import shown_tail
 from ..server.record import load, processes
 from ..spec import ServerSpec
 from ..text import one_line
@@ -198,7 +199,10 @@ class Launcher:
                 self._ready.add(server)
             except ServerError as error:
                 pids.extend(_pids(where[0]) if where else ())
-                return seen(_signature(error, where[0] if where else None, spec), _text(error), error.incident)
+                text = _text(error)
+                if where and spec.engine == "command":  # whose logs nobody can read for a cause
+                    text += f"\n{shown_tail(where[0] / 'server.log', 5)}"
+                return seen(_signature(error, where[0] if where else None, spec), text, error.incident)
             try:
                 say("ready; checking")
                 found = check(server, self._check)

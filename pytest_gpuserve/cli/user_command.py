@@ -1,7 +1,8 @@
-"""A command that the user gives as the text of an option (``--probe``, ``--build``): no shell takes part."""
+"""What the user gives in options: commands as one text (``--probe``, ``--build``; no shell takes part), and limits."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
 import os
 import shlex
@@ -28,6 +29,14 @@ def words_of(option: str, text: str) -> tuple[str, ...]:
     if not words or not words[0]:
         raise GpuserveError(f"{option} names no command. Write one, or leave {option} out.")
     return words
+
+
+def check_above_zero(arguments: argparse.Namespace, *names: str) -> None:
+    """Raises GpuserveError when one of these options is given, and is 0, less, or no number."""
+    for name in names:
+        value = getattr(arguments, name)
+        if value is not None and not value > 0:
+            raise GpuserveError(f"--{name.replace('_', '-')} must be above 0, not {value:g}.")
 
 
 def end_group(child: subprocess.Popen[bytes]) -> None:

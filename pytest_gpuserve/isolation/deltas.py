@@ -70,7 +70,11 @@ class Command:
 
     def at(self, host: str, port: str) -> Command:
         """With the open places filled in."""
-        return replace(self, argv=tuple(w.replace("{port}", port).replace("{host}", host) for w in self.argv))
+
+        def filled(word: str) -> str:
+            return word.replace("{port}", port).replace("{host}", host)
+
+        return Command(tuple(map(filled, self.argv)), tuple((name, filled(value)) for name, value in self.env))
 
 
 @dataclass(frozen=True, slots=True)
@@ -87,6 +91,7 @@ class Parts:
     tp: int
     port: str | None = None
     host: str | None = None
+    port_added: bool = False
 
     def typed(self, command: Command) -> Command:
         """A command as the user would type it, with the port and host that were given."""
@@ -143,14 +148,14 @@ def split(words: Sequence[str], features: Features) -> Parts:
     members: dict[str, list[Option]] = {}
     variables: dict[str, list[tuple[str, str]]] = {}
     known = {feature.name: feature for feature in features.features}
-    for option in _with_port(options, features, program):
-        name = None if _matches(option.flag, features.base) else _owner(option.flag, features.features, "flags")
-        if _matches(option.flag, features.base):
+    placed = _with_port(options, features, (*program, *(value for _, value in env)))
+    for option in placed:
+        if _matches(option.flag, features.base) or any(map(_is_open, option.words())):
             base.append(option)
         else:
-            members.setdefault(name or option.flag, []).append(option)
+            members.setdefault(_owner(option.flag, features.features, "flags") or option.flag, []).append(option)
     for variable, value in env:
-        if _matches(variable, features.base_env):
+        if _matches(variable, features.base_env) or _is_open(value):
             base_env.append((variable, value))
         else:
             owner = _owner(variable, features.features, "env")
@@ -180,6 +185,7 @@ def split(words: Sequence[str], features: Features) -> Parts:
         tp=tp,
         port=_given(options, features.port),
         host=_given(options, features.host),
+        port_added=len(placed) > len(options),
     )
 
 
@@ -287,9 +293,15 @@ def _json(option: Option, value: Mapping[str, object]) -> Option:
     return replace(option, values=(json.dumps(value),))
 
 
-def _with_port(options: Sequence[Option], features: Features, program: Sequence[str]) -> list[Option]:
-    """The options with ``{port}`` and ``{host}`` where the user said a port and a host; they are added where not."""
-    if any("{port}" in word for word in (*program, *(w for o in options for w in o.words()))):
+def _is_open(word: str) -> bool:
+    """Filled in at each launch."""
+    return "{port}" in word or "{host}" in word
+
+
+def _with_port(options: Sequence[Option], features: Features, others: Sequence[str]) -> list[Option]:
+    """The options with ``{port}`` and ``{host}`` where the user said a port and a host; a port is added where not, and
+    no other word of the command says it."""
+    if any("{port}" in word for word in (*others, *(w for o in options for w in o.words()))):
         return list(options)
     found = [replace(o, values=("{port}",)) if o.flag in features.port else o for o in options]
     found = [replace(o, values=("{host}",)) if o.flag in features.host else o for o in found]

@@ -333,6 +333,24 @@ def test_a_state_that_cannot_be_read(tmp_path: Path) -> None:
     assert (done.returncode, "HEAD is detached: an earlier run may have left it there" in done.stderr) == (2, True)
 
 
+def test_where_head_is_left_is_said_when_it_cannot_come_back(tmp_path: Path) -> None:
+    """The test leaves a file where there is none at that commit, and the branch has one of that name."""
+    repo = repository(tmp_path, count=3, culprit=2)
+    (repo.path / "made.txt").write_text("theirs")
+    repo.git("add", "-A")
+    repo.git("commit", "-q", "-m", "made")
+    repo.commits.append(repo.git("rev-parse", "HEAD"))
+    build = f"{sys.executable} -c \"open('made.txt', 'a').close()\""
+    done = repo.bisect("--repeat", "1", "--build", build, bad=None)
+    assert "Traceback" not in done.stderr
+    assert "HEAD is left at" in done.stdout
+    assert "git checkout main" in done.stdout
+    (repo.path / "made.txt").unlink()
+    done = repo.bisect("--repeat", "1", bad=None)
+    assert f"First bad commit: {repo.commits[2]}" in done.stdout
+    assert repo.head == "refs/heads/main"
+
+
 def test_two_at_once(tmp_path: Path) -> None:
     repo = repository(tmp_path, count=2, culprit=1)
     with (repo.path / ".git" / "gpuserve-bisect.lock").open("w") as held:

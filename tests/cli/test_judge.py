@@ -158,6 +158,8 @@ def test_flaky_runs_are_repeated(place: Place) -> None:
         (["--signature", "/no/such/incident"], PYTEST),
         (["--signature", "last"], PYTEST),
         (["--build", " "], PYTEST),
+        (["--timeout", "-5"], PYTEST),
+        (["--gpu-wait", "nan"], PYTEST),
         ([], ["make", "test"]),
     ],
 )
