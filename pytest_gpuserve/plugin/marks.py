@@ -56,7 +56,6 @@ TRAITS: Final = frozenset(
 
 
 _IN_FILE: pytest.StashKey[frozenset[str]] = pytest.StashKey()
-_OURS: pytest.StashKey[frozenset[str]] = pytest.StashKey()
 
 
 def remember_file(config: pytest.Config) -> None:
@@ -66,7 +65,12 @@ def remember_file(config: pytest.Config) -> None:
 
 def register(config: pytest.Config) -> None:
     """Declare every mark of the list."""
-    lines = [
+    for line in _lines():
+        config.addinivalue_line("markers", line)
+
+
+def _lines() -> list[str]:
+    return [
         "gpuserve(name=None, engine=…, model=…, tp=…, args={…}, env={…}, …): the server this test wants",
         "gpuserve_matrix(axes={…}, exclude=[…], coverage='full'): one test per cell of these axes",
         "cell(engine=…, tp=…, spec_decode=…, cuda_graph=…, attention_backend=…): the server of this test (set by "
@@ -79,9 +83,6 @@ def register(config: pytest.Config) -> None:
         *(f"{name}: the server runs speculative decoding {name}" for name in SPEC_DECODE),
         *(f"attn_{name}: the server runs attention backend {name}" for name in ATTENTION),
     ]
-    config.stash[_OURS] = frozenset(lines)
-    for line in lines:
-        config.addinivalue_line("markers", line)
 
 
 def add_to(item: pytest.Item, spec: ServerSpec) -> None:
@@ -105,7 +106,7 @@ def names_an_architecture(item: pytest.Item) -> bool:
 
 
 def _declared_by_others(config: pytest.Config) -> set[str]:
-    known = {*config.stash.get(_IN_FILE, ()), *config.stash.get(_OURS, ())}
+    known = {*config.stash.get(_IN_FILE, ()), *_lines()}
     return {re.split(r"[:(]", line)[0].strip() for line in config.getini("markers") if line not in known}
 
 
