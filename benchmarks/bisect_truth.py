@@ -29,6 +29,8 @@ from pathlib import Path
 
 import pytest_gpuserve
 from pytest_gpuserve.cli import bisect
+from pytest_gpuserve.cli.bisect_state import State
+from pytest_gpuserve.cli.git import Position
 from pytest_gpuserve.cli.judge import Settings
 from pytest_gpuserve.errors import GpuserveError
 from pytest_gpuserve.isolation.judge import BAD, GOOD, SKIP, Judged, repeats
@@ -184,7 +186,7 @@ class Line:
 
     def __init__(self, names: list[str], directory: Path) -> None:
         self.names = names
-        self.directory = self.top = directory
+        self.directory = self.here = directory
         self.head = names[-1]
 
     def checkout(self, where: str) -> None:
@@ -195,9 +197,8 @@ class Line:
         rows = self.names[low + 1 : high + 1][::-1]
         return rows, {name: (self.names[self.names.index(name) - 1],) for name in rows}
 
-    def run(self, words: Sequence[str]) -> tuple[int, str, str]:
-        _, _, older, newer = words  # merge-base --is-ancestor A B
-        return int(self.names.index(older) > self.names.index(newer)), "", ""
+    def is_ancestor(self, older: str, newer: str) -> bool:
+        return self.names.index(older) <= self.names.index(newer)
 
 
 def modelled(seed: int, given: argparse.Namespace) -> tuple[str, int, float, str]:
@@ -222,9 +223,10 @@ def modelled(seed: int, given: argparse.Namespace) -> tuple[str, int, float, str
         bisect.judge = judge  # type: ignore[assignment]
         repeat = repeats(given.repro, 0.005) if given.tell else 1
         chosen = Settings(("pytest",), repeat=repeat)
-        work = bisect.Bisection(line, chosen, "", lambda _: None, not given.tell, 0.995, fresh=True)  # type: ignore[arg-type]
+        state = State(line, "", "pytest", names[-1], (names[0],), Position(names[-1]), repeat=repeat)  # type: ignore[arg-type]
+        work = bisect.Bisection(state, chosen, lambda _: None, not given.tell, 0.995)
         try:
-            found = work.run(names[-1], [names[0]])
+            found = work.run()
         except GpuserveError as error:
             return "error", runs, 0.0, str(error)
     return graded(sorted(map(names.index, found.candidates)), planned), runs, 0.0, ""
