@@ -30,8 +30,9 @@ _HEAD: Final = 256 << 10
 _TAIL: Final = 4 << 20
 _SIGNS: Final = re.compile(
     rb"Process \d+: |Thread .{0,40}\((?:idle|active)|most recent call first|Traceback for thread \d+|#0:? +\S"
-    rb"|TID \d+:|thread #\d|~ Stack of |\[\{\"pid\"|\"frames\": ?\["
+    rb"|TID \d+:|thread #\d|~ Stack of "
 )
+_JSON: Final = re.compile(rb"\[\{\"pid\"|\"frames\": ?\[")
 _FATAL: Final = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
 
 
@@ -44,11 +45,12 @@ def dumps_of(path: Path) -> list[ProcessDump]:
     """
     try:
         head = foreign.beginning(path, _HEAD)
-        if not _SIGNS.search(head) or any(clock.search(head) for clock in _clocks()):
+        sure = _JSON.search(head) is not None
+        if not (sure or _SIGNS.search(head)) or any(clock.search(head) for clock in _clocks()):
             return []
         text = foreign.whole(path)
     except OSError as error:
-        if error.errno == errno.EFBIG and parse.read_dumps(head.decode(errors="replace")):
+        if error.errno == errno.EFBIG and (sure or parse.read_dumps(head.decode(errors="replace"))):
             raise GpuserveError(
                 f"{one_line(str(path))} looks like a stack dump, and {error.strerror}: give the part that matters."
             ) from None

@@ -280,6 +280,13 @@ def test_a_dump_too_large_to_be_one(told):
     assert "looks like a stack dump, and it is larger than 16 MiB" in err
 
 
+def test_a_log_with_words_of_a_dump_is_a_log_however_long(told):
+    line = "frame #1: <unknown function> + 0x1f3a" + "." * 1000 + "\n"
+    _, out, err = told("Exception raised from f at a.cpp:1 (most recent call first):\n" + line * (17 << 10))
+    assert out.startswith("verdict")
+    assert err == ""
+
+
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
 def test_a_log_of_somebody_else(told, tmp_path, capsys):
     (tmp_path / "x.log").write_text(READY)
