@@ -97,7 +97,7 @@ def test_a_file_that_grows_as_fast_as_it_is_read(tmp_path: Path) -> None:
 
 
 OURS = {
-    *("report/files.py", "report/gather.py", "report/incident.py", "cli/bisect.py", "cli/pytest_probe.py"),
+    *("report/files.py", "report/gather.py", "report/incident.py", "cli/pytest_probe.py"),
     *("engines/flags.py", "engines/kernels.py", "diagnose/checkup.py", "report/versions.py"),
     *(
         "plugin/newhooks.py",
