@@ -142,13 +142,15 @@ def run(argv: Sequence[str], limit: float) -> Attempt:
 
 
 def _bury(process: subprocess.Popen[str]) -> None:
-    """Collect a killed tool; one that the kernel will not let die is left behind, its pipes closed."""
+    """Collect a killed tool, also where a child of it keeps its pipes open; one that the kernel will not let die is
+    left behind."""
     try:
         process.communicate(timeout=1.0)
     except subprocess.TimeoutExpired:
         for pipe in (process.stdout, process.stderr):
             if pipe:
                 pipe.close()
+        process.poll()
 
 
 def _words(stderr: str) -> str:

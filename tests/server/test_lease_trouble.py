@@ -1,0 +1,192 @@
+"""Leases when something is wrong: full disks, damaged files of others, sentences that ended, GPUs that do not tell."""
+
+from __future__ import annotations
+
+import errno
+import json
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from pytest_gpuserve import procfs
+from pytest_gpuserve.gpu import Gpu, GpuProcess
+from pytest_gpuserve.server import gpu_pool, lease_files, lease_status, leases, quarantine
+from pytest_gpuserve.server.lease_policy import Device
+from pytest_gpuserve.server.leases import LeaseError
+
+MIB = 1 << 20
+
+
+@pytest.fixture
+def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.setenv("GPUSERVE_LEASES", str(tmp_path / "leases"))
+    return lease_files.directory()
+
+
+def device(name: str = "GPU-1") -> Device:
+    return Device(name, 1)
+
+
+def gpu(**more: Any) -> Gpu:
+    return Gpu(index=1, uuid="GPU-1", name="H", **more)
+
+
+def full(*_: object) -> int:
+    raise OSError(errno.ENOSPC, "No space left on device")
+
+
+# The directory
+
+
+@pytest.mark.parametrize("what", ["open", "write"])
+def test_a_full_disk_is_told_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
+    monkeypatch.setattr(os, what, full)
+    with pytest.raises(LeaseError, match=r"cannot be used: No space left on device\. Remove .*GPUSERVE_LEASES") as told:
+        lease_files.announce(root, "ticket", {"count": 1})
+    monkeypatch.undo()
+    assert told.value.kind == "directory"
+    assert list(root.iterdir()) == []
+
+
+def test_a_lock_file_that_cannot_be_made_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = os.open
+
+    def refuse_to_make(path: Any, flags: int, *mode: int) -> int:
+        return full() if flags & os.O_CREAT else real(path, flags, *mode)
+
+    monkeypatch.setattr(os, "open", refuse_to_make)
+    with pytest.raises(LeaseError, match="The file mutex of GPU leases cannot be used: No space left"):
+        lease_files.try_lock(root / "mutex")
+
+
+def test_the_lock_of_all_decisions_is_waited_for_no_longer_than_said(root: Path) -> None:
+    held = lease_files.try_lock(root / "mutex")
+    assert held is not None
+    with lease_files.mutex(root, 0.05) as mine:
+        assert not mine
+    os.close(held)
+    with lease_files.mutex(root, 0.05) as mine:
+        assert mine
+
+
+@pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"devices": 3}', b'{"devices": [["GPU-1"]]}'])
+def test_damaged_files_of_others_stop_nobody(root: Path, body: bytes) -> None:
+    """Whoever wrote it holds the lock; what it says cannot be used."""
+    path, lock = lease_files.announce(root, "lease", {})
+    other, waiter = lease_files.announce(root, "ticket", {"count": 1, "devices": []})
+    path.write_bytes(body)
+    other.write_bytes(body)
+    pool = gpu_pool.gpu_pool("virtual:2", {})
+    assert lease_status.holders_text(lease_status.holders(root)) == ""
+    assert "GPUs: " in lease_status.wait_text(root, "9", 1, pool, {}, {})
+    assert not lease_status.waiting([device("nobody's")])
+    lease = leases.acquire(2, pool, on_wait=str, evict_idle=bool, limit=20.0)
+    assert len(lease.devices) == 2
+    lease.release()
+    os.close(lock)
+    os.close(waiter)
+
+
+def test_drafts_of_the_dead_are_swept_and_those_of_the_living_stay(root: Path) -> None:
+    dead, fresh, held = root / ".1-1-a", root / ".2-2-b", root / ".3-3-c"
+    for path in (dead, fresh, held):
+        path.touch()
+    lock = lease_files.try_lock(held)
+    for path in (dead, held):
+        os.utime(path, (1, 1))
+    lease_files.sweep(root)
+    assert sorted(path.name for path in root.glob(".*")) == [fresh.name, held.name]
+    assert lock is not None
+    os.close(lock)
+
+
+def test_users_without_a_name_and_processes_that_vanish() -> None:
+    assert lease_files.user(4_000_000_000) == "4000000000"
+    assert lease_files.owner(os.getpid()) == lease_files.user(os.getuid())
+    assert lease_files.owner(1 << 22) is None
+
+
+# Who is in the way
+
+
+@pytest.mark.parametrize(
+    ("seen", "told"),
+    [
+        ({"memory_used": 21 * 10**9, "processes": ()}, "21 GB in use by no visible process"),
+        ({"memory_used": 500 * MIB, "processes": ()}, None),
+        ({"memory_used": None, "processes": None}, None),
+        ({"processes": (GpuProcess(1 << 22, None),)}, f"pid {1 << 22}, user unknown"),
+        ({"processes": (GpuProcess(1 << 22, 3 * 10**9),)}, f"pid {1 << 22}, user unknown, 3 GB"),
+        ({"processes": (GpuProcess(1, 10 * MIB),)}, None),
+        ({"memory_used": 21 * 10**9, "error": "GPU is lost"}, None),
+    ],
+)
+def test_what_strangers_are_known_by(root: Path, seen: Any, told: str | None) -> None:
+    pool = gpu_pool.GpuPool((device(),))
+    found = lease_status.strangers(root, pool, {"GPU-1": gpu(**seen)})
+    assert found == ({"GPU-1": f"{device().label}: {told}"} if told else {})
+
+
+# Quarantine
+
+
+def sentence(root: Path, **more: Any) -> Path:
+    quarantine.impose(root, device(), "its memory stayed.", label="test_x", **more)
+    (path,) = root.glob("quarantine-*")
+    return path
+
+
+def kept(root: Path, now: Gpu | None) -> list[str]:
+    found = quarantine.quarantined(root, [device()], {} if now is None else {"GPU-1": now})
+    assert bool(found) == bool(list(root.glob("quarantine-*")))
+    return [str(entry) for entry in found.values()]
+
+
+def test_a_gpu_stays_until_its_memory_is_back(root: Path) -> None:
+    sentence(root, baseline=gpu(memory_used=100 * MIB))
+    told = [f"{device().label} is in quarantine since test_x: its memory stayed"]
+    assert kept(root, gpu(memory_used=900 * MIB)) == told
+    assert kept(root, gpu(memory_used=100 * MIB, error="GPU is lost")) == told  # it says nothing that can be believed
+    assert kept(root, gpu(memory_used=300 * MIB)) == []
+
+
+@pytest.mark.parametrize(("processes", "free"), [((GpuProcess(1, None),), False), ((), True)])
+def test_a_gpu_that_does_not_tell_its_memory_is_free_when_no_process_is_on_it(
+    root: Path, processes: Any, free: bool
+) -> None:
+    sentence(root, baseline=gpu(memory_used=None))
+    assert (kept(root, gpu(memory_used=None, processes=processes)) == []) is free
+
+
+def test_a_process_that_cannot_be_killed_keeps_its_gpu(root: Path) -> None:
+    me = procfs.process_id(os.getpid())
+    assert me
+    sentence(root, baseline=gpu(memory_used=0), processes=[(me.pid, me.start)])
+    assert kept(root, gpu(memory_used=0))
+    (path,) = root.glob("quarantine-*")
+    path.write_text(json.dumps({**json.loads(path.read_text()), "processes": [[me.pid, me.start + 1]]}))
+    assert kept(root, gpu(memory_used=0)) == []
+
+
+@pytest.mark.parametrize("changes", [{"boot": "another"}, {"processes": []}])
+def test_a_sentence_ends_with_the_boot_and_with_a_gpu_that_is_gone(root: Path, changes: Any) -> None:
+    path = sentence(root, baseline=gpu(memory_used=0))
+    path.write_text(json.dumps({**json.loads(path.read_text()), **changes}))
+    assert kept(root, None) == []
+
+
+@pytest.mark.parametrize("text", ["", "{", "[]", '{"boot": 3}', '{"device": "x"}'])
+def test_a_damaged_sentence_keeps_no_gpu(root: Path, text: str) -> None:
+    path = sentence(root, baseline=gpu(memory_used=0))
+    path.write_text(text)
+    assert quarantine.quarantined(root, [device()], {"GPU-1": gpu(memory_used=900 * MIB)}) == {}
+
+
+def test_a_stranger_is_told_with_the_time_that_he_has_had_it(root: Path) -> None:
+    held = {"pid": 7, "user": "bob", "label": "", "devices": [["a", 0, ""], ["b", 2, ""]], "since": time.time() - 200}
+    assert lease_status.holders_text([held]) == "GPU 0,2 held by pid 7 (bob, no label) for 3 min"
+    assert lease_status.holders_text([held], {"b"}) == "GPU 2 held by pid 7 (bob, no label) for 3 min"
+    assert lease_status.holders_text([held], {"c"}) == lease_status.holders_text([{**held, "since": "x"}]) == ""
