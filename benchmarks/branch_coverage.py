@@ -5,8 +5,9 @@
 Needs coverage 7.10 (``tox -e coverage`` brings it); settings are in pyproject.toml. Every Python process that a test
 starts is measured: pytest's, xdist's workers, watcher, incidents, the embedded engine. Supervisors and their helpers
 run as ``python -S -E``, which coverage's start-up file cannot enter: for the time of the run a second such file leaves
-these two words out of their command. A process that is ended with SIGKILL leaves no data, and many of ours are: the
-figure is a lower bound. Exit code 1 below ``--least`` percent, or when a test fails.
+these two words out of their command. A process that is ended with SIGKILL leaves no data; those of the embedded engine,
+of which hardly one ends otherwise, therefore save what they have twice a second. The figure is a lower bound. Exit code
+1 below ``--least`` percent, or when a test fails.
 """
 
 from __future__ import annotations
@@ -26,9 +27,10 @@ from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
 HOOK = "gpuserve_measured"
-SOURCE = '''"""Supervisors and helpers start with site-packages, and so with coverage; helpers may save it."""
+SOURCE = '''"""Supervisors and helpers start with site-packages, and so with coverage; helpers may save it, ranks do."""
 import os
 import subprocess
+import sys
 
 SCRIPTS = ("/server/supervisor.py", "/server/tree.py", "/gpu_helper.py")
 start, kill, execute = subprocess.Popen.__init__, subprocess.Popen.kill, os.execvpe
@@ -61,7 +63,28 @@ def become(file, argv, env):
     execute(file, plain(argv) if ours(argv) and "COVERAGE_PROCESS_CONFIG" in env else argv, env)
 
 
+def keep_saving():
+    import threading
+    import time
+
+    import coverage
+
+    def save():
+        while True:
+            time.sleep(0.5)
+            try:
+                coverage.Coverage.current().save()
+            except Exception:
+                pass  # not begun yet, or no disk left: a lower bound all the same
+
+    threading.Thread(target=save, name="coverage", daemon=True).start()
+
+
 subprocess.Popen.__init__, subprocess.Popen.kill, os.execvpe = measured, spare, become
+words = " ".join(sys.orig_argv)
+if "COVERAGE_PROCESS_CONFIG" in os.environ and ("pytest_gpuserve.sim" in words or "multiprocessing" in words):
+    keep_saving()
+    os.register_at_fork(after_in_child=keep_saving)
 '''
 
 
