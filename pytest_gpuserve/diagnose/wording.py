@@ -88,8 +88,8 @@ def _text(case: Case, finding: Finding, place: Reached | None) -> str:
     head: str = finding.verdict
     if place and finding.verdict not in ("ready",):
         head += f" {'past' if place.over else 'in'} {place.phase}"
-    progress = evidence.progress
-    if finding.verdict == "hang" and progress and (progress.still or 0) >= 1:
+    progress = None if evidence.flood else evidence.progress  # what moves there is one line
+    if finding.verdict == "hang" and progress and progress.still is not None:
         head += f" after {progress.still:.0f} s without progress"
     elif evidence.after is not None and finding.verdict in ("hang", "slow", "undecided"):
         head += f" after {evidence.after:.0f} s"
@@ -281,7 +281,7 @@ def _ruled_out(case: Case, finding: Finding) -> list[tuple[str, str]]:
         found.append((name, "no draft frame in any stack"))
     progress = case.evidence.progress
     if finding.verdict == "hang":
-        if progress and (progress.still or 0) >= 1:
+        if progress and progress.still is not None and not case.evidence.flood:
             found.append(("slow", f"nothing moved for {progress.still:.0f} s"))
         elif len(case.evidence.rounds) > 1 and not case.compilers:
             found.append(("a running build", "no compiler below the server used CPU between the rounds"))

@@ -258,13 +258,13 @@ class Scene:
         wanted = expected(record, labels)
         seen = progress(record.directory)
         since, before = time.monotonic() - self.began, self.before
-        if seen and before and seen.last == "log" and (seen.still or 0.0) < since:
+        self.flood = logs.flood(record.log, self.log_size)
+        if seen and before and not self.flood and seen.last == "log" and (seen.still or 0.0) < since:
             # a line that our own question called forth (SGLang 0.5.12 warns when a probe hangs up) is no progress
             seen = replace(before, still=(before.still or 0.0) + since)
         if seen is not None and seen.state == "moving" and self.still(merged):
             seen = replace(seen, state="suspect", moving=())  # it moved before we came, and has not since
         environment = procfs.environ(pids[0]) if pids else {}
-        self.flood = logs.flood(record.log, self.log_size)
         return Evidence(
             reason=self.reason,
             after=self.after,

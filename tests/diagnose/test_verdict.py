@@ -719,6 +719,9 @@ def test_one_line_over_and_over_is_a_hang(dumps):
     assert found.text.startswith(
         "hang: it prints one line over and over, more than a megabyte a second: 'retry 7'; TP0-1 are in crunch"
     )
+    assert not any(what == "slow" for what, _ in found.ruled_out)
+    still = judge(replace(evidence, progress=replace(moving, state="suspect", still=7.0)))
+    assert still.text == found.text  # nothing but the line moved for 7 s
     assert judge(replace(evidence, flood="")).verdict == "slow"
     assert judge(replace(evidence, answers=True)).verdict == "ready"
     assert judge(replace(evidence, server_exit=1)).verdict == "crash"

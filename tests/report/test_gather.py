@@ -91,6 +91,15 @@ def test_a_log_line_that_our_own_probe_called_forth_is_no_progress(
     assert seen.still >= 45
 
 
+def test_a_flood_is_no_answer_to_our_probe(record: ServerRecord, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A line a second may be what our question called forth; a megabyte a second is not."""
+    found = scene(record, monkeypatch, Progress("moving", 0.5, 45.0, "log", ("log",)))
+    monkeypatch.setattr(logs, "flood", lambda path, since: "noise")
+    evidence = found.evidence(found.merged)
+    assert evidence.progress
+    assert (evidence.flood, evidence.progress.still) == ("noise", 0.5)
+
+
 def test_tokens_that_move_are_progress_whenever_they_do(record: ServerRecord, monkeypatch: pytest.MonkeyPatch) -> None:
     found = scene(record, monkeypatch, Progress("moving", 0.3, 45.0, "tokens", ("tokens",)))
     seen = found.evidence(found.merged).progress
