@@ -19,7 +19,7 @@ _PYSTACK = re.compile(
     r'^\s*\((?P<kind>Python|C|Cython)\) File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.+?)'
     r"(?: \(inlined\))?(?: \((?P<module>[^()]+)\))?$"
 )
-_TRACEBACK = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+), in (?P<name>.+)$')
+_TRACEBACK = re.compile(r'^\s*File "(?P<file>.*)", line (?P<line>\d+|\?), in (?P<name>.+)$')
 _GDB = re.compile(r"^\s*#(?P<number>\d+)\s+(?:(?P<address>0x[0-9a-f]+)(?: in)?\s*)?(?P<rest>.*)$")
 _GDB_PYTHON = re.compile(
     r"(?:^\s*\(?|^_?PyEval_\w+ \(.*?)\bFrame 0x[0-9a-f]+, for file (?P<file>.+?), line (?P<line>\d+), "
@@ -99,7 +99,7 @@ class Thread:
                 self.frames.append(Frame(found["name"], found["file"], _number(found["line"]), module))
         elif self.tool == "traceback":
             if found := _TRACEBACK.match(line):
-                self.frames.append(Frame(found["name"], found["file"], int(found["line"])))
+                self.frames.append(Frame(found["name"], found["file"], _number(found["line"])))
             return not line or line[:1].isspace()
         else:
             self._take_gdb(line)
@@ -123,7 +123,7 @@ class Thread:
 
     def _take_gdb(self, line: str) -> None:
         if found := _TRACEBACK.match(line):
-            self.python.append(Frame(found["name"], found["file"], int(found["line"])))
+            self.python.append(Frame(found["name"], found["file"], _number(found["line"])))
         elif found := _GDB.match(line):
             rest = found["rest"]
             if self._take_gdb_python(rest) and rest.startswith(("(", "Frame")):  # py-bt-full: no C frame
@@ -132,7 +132,8 @@ class Thread:
             place = _GDB_PLACE.search(rest)
             file = (place["file"] or place["module"]) if place else ""
             name = name if name not in ("", "??", "n/a") else found["address"] or "??"
-            self.frames.append(Frame(name, file, _number(place["line"]) if place else None, file or "?"))
+            module = _module(file) if file else "?"  # torch's watchdog writes Python frames in this form
+            self.frames.append(Frame(name, file, _number(place["line"]) if place else None, module))
         elif found := _LLDB.match(line):
             file = found["file"] or found["module"]
             name = found["name"].partition("(")[0] or found["name"]

@@ -40,8 +40,8 @@ _PID = re.compile(r"\bpid=(\d+)")
 
 _TAG = r"(?:TP|DP|PP|EP|rank)[ _#-]?\d+"
 _HEADING = re.compile(
-    rf"(?i)^(?P<mark>[\s#*=_~<>-]*)(?:(?:on|for|from|of)\s+)?(?P<tags>{_TAG}(?:[\s_,/]+{_TAG})*)"
-    r"(?P<rest>(?![\d.-])[^:`]{0,40}?)(?P<end>[\s#*=_~:>-]*)$"
+    rf"(?i)^(?P<mark>[\s#*=_~<>-]*)(?:(?:on|for|from|of)\s+|\S*/)?(?P<tags>{_TAG}(?:[\s_,/]+{_TAG})*)"
+    r"(?:\.[a-z]\w{0,4}\b)?(?P<rest>(?![\d.-])[^:`/]{0,40}?)(?P<end>[\s#*=_~:<>-]*)$"  # head and tail name the file
 )
 _TIMED_OUT = re.compile(r"^Process (?P<rank>\d+) timed out with traceback:")  # torch's tests
 _END_NOTE = re.compile(r"\s+(?:<[-=]|[←⬅]|#\s).*$")

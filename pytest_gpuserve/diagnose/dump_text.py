@@ -19,6 +19,7 @@ _PROCESS = (
     re.compile(r"^Process (?P<pid>\d+): (?P<title>.*)$"),
     re.compile(r"[Pp]y-?[Ss]py dump for PID (?P<pid>\d+)"),
     re.compile(r"^PID (?P<pid>\d+) - (?P<title>.*)$"),
+    re.compile(r"^Stack dump for \S+ +(?P<pid>\d+)(?: +\S+){8} +(?P<title>.*)$"),  # ray stack, as ps shows it
     re.compile(r"^(?:Attaching to (?:program: .*, )?process|process) (?P<pid>\d+)\b"),
     re.compile(r"^.{0,60}\bgdb\b.{0,80}?\s(?:-p|--pid|attach)[ =]?(?P<pid>\d+)\b"),
     re.compile(r"^(?:Message: )?Process (?P<pid>\d+) \(.*\) of user \d+ dumped core"),

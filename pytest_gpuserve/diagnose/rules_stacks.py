@@ -188,6 +188,9 @@ def outliers(case: Case) -> Finding | None:
     odd = odd_ones(case)
     if not odd:
         return None
+    once = case.evidence.foreign and not case.suspected and len(case.evidence.rounds) < 2
+    if once and not any(case.kind(c) in ("waits", "idle") for group in case.groups for c in group):
+        return None  # ranks at work are here and there: nobody waits for the one that is elsewhere
     confidence = 0.85 if case.suspected else 0.6
     return Finding("hang", "", culprits=odd, confidence=confidence)
 

@@ -110,6 +110,9 @@ def test_lines_of_several_ranks_may_alternate():
         ("on rank 7:", "rank 7"),
         ("DP1 TP3:", "DP1 TP3"),
         ("Process 3 timed out with traceback:", "rank 3"),
+        ("==> /tmp/stacks/rank_3.txt <==", "rank 3"),
+        ("rank0.log", "rank 0"),
+        ("==> /tmp/rank-1/stacks.txt <==", ""),
         ("TP1-3 had already moved on:", ""),
         ("rank 0 and rank 1:", ""),
         ("ranks 0, 1:", ""),
@@ -375,3 +378,50 @@ def test_native_frames_do_not_hide_the_collective_above_them():
 def test_rays_workers_are_vllms():
     (dump,) = read_dumps(PAIR.partition("Process 813")[0].replace("VLLM::Worker_TP0", "ray::RayWorkerProc.run"))
     assert dump.role.role == "worker"
+
+
+def test_ray_stack_shows_processes_as_ps_does():
+    """ray-project/ray#3187: an old py-spy without a header of its own, the main thread last."""
+    form = (
+        "Stack dump for me     {pid}  0.1  0.1 1751908 151888 pts/0  Sl   12:48   0:01 ray_worker\n"
+        "Thread 0x{pid}D9700 (active)\n\t _flush (ray/profiling.py:97)\n\t _bootstrap (threading.py:884)\n"
+        "Thread 0x{pid}E7700 (active)\n\t main_loop (ray/worker.py:1005)\n\t <module> (ray/w.py:105)\n\n"
+    )
+    dumps = read_dumps(form.format(pid=20768) + form.format(pid=20769))
+    assert [(d.process.pid, d.title, d.main.frames[0].name) for d in dumps] == [
+        (20768, "ray_worker", "main_loop"),
+        (20769, "ray_worker", "main_loop"),
+    ]
+
+
+def test_a_line_number_that_gdb_could_not_get():
+    """vllm-project/vllm#13418: AMD's runtime below torch."""
+    text = (
+        'Traceback (most recent call first):\n  File "/r/a.py", line ?, in inner\n    (failed to get frame line)\n'
+        '  File "/r/a.py", line 590, in outer\n    return inner()\n'
+        "#0  0x1 in rocr::core::InterruptSignal::WaitRelaxed(long, long) () from /opt/rocm/lib/libhsa-runtime64.so.1\n"
+        "#1  0x2 in hipStreamSynchronize () from /opt/rocm/lib/libamdhip64.so.6\n"
+    )
+    (dump,) = read_dumps(text)
+    assert [(f.name, f.line) for f in dump.main.frames if not f.native] == [("inner", None), ("outer", 590)]
+    found = judged(text)
+    assert found.classes[0].signature == "gpu-sync-native"
+
+
+def test_the_stack_of_a_collective_that_failed_is_pythons():
+    text = (
+        "[rank1]: Stack trace of the failed collective:\n[rank1]: #0 all_reduce from /x/distributed_c10d.py:2501\n"
+        "[rank1]: #1 step from /w/train.py:30\n"
+    )
+    (dump,) = read_dumps(text)
+    assert dump.label == "TP1"
+    assert dump.main.frames == (Frame("all_reduce", "/x/distributed_c10d.py", 2501), Frame("step", "/w/train.py", 30))
+
+
+def test_of_ranks_that_only_work_nobody_stands_out():
+    """One look at a server that may be well: only where others wait does the odd one matter."""
+    form = 'Process 8{n}: sglang::scheduler_TP{n}\nPython v3.12.3 (/p)\n\nThread 8{n} (active): "MainThread"\n    {f}\n'
+    working = "".join(form.format(n=n, f="here (own/a.py:3)" if n < 3 else "there (own/b.py:3)") for n in range(4))
+    assert (judged(working).verdict, judged(working).culprits) == ("undecided", ())
+    waiting = working.replace("here (own/a.py:3)", "all_reduce (torch/distributed/distributed_c10d.py:2)")
+    assert (judged(waiting).verdict, judged(waiting).culprits) == ("hang", ("TP3",))
