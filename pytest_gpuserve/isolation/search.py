@@ -6,9 +6,10 @@ by answering its questions from the launches that were made (replay.py): none is
 
 Model: deltas 0..n-1 over a base that passes; some minimal failing set M (at most ``max_size`` deltas); a launch with
 deltas T fails with probability q (the repro rate) when T contains M, and with probability f (a false alarm) otherwise.
-While runs look deterministic the shortest failing prefix is bisected, ordered and split by the prior: its last delta
-belongs to M. When they do not, launches are chosen by the information they are expected to give about M while q is
-learnt along (belief.py). Every set is verified: it fails alone, and each set with one delta less passes.
+While runs look deterministic the shortest failing prefix, usual suspects first, is bisected where it is as likely to
+fail as to pass: its last delta belongs to M. When they do not, launches are chosen by the information they are expected
+to give about M while q is learnt along (belief.py). Every set is verified: it fails alone, and each set with one delta
+less passes.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SURE = 0.99
 _LIKELY = 0.5
 """A set that is likelier than not is put to the proof: what would make it likelier is the proof's own launches."""
 
-_DOUBT = 2
+_DOUBT = 3
 """Launches in a row that pass where a failure was seen but once: it may have been a false alarm."""
 
 
@@ -51,7 +52,7 @@ class Question:
 
     deltas: frozenset[int]
     purpose: Purpose
-    belief: float = 0.5
+    belief: float
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,19 +138,15 @@ def _search(state: _State, calibrate: int, others: bool) -> Asking[Finding]:
     if "fail" not in full:
         return state.finding("not_reproduced")
 
-    found: frozenset[int] | None = None
-    if set(full) == {"fail"} and "fail" not in base:
-        found = yield from _prefix_bisection(state)
-        if found is not None and not (yield from _verify(state, found)):
-            found = None
-    while found is None:
-        guess = yield from _information_gain(state)
-        if (yield from _verify(state, guess)):
-            found = guess
-        elif state.left <= 0:
+    found = (yield from _prefix_bisection(state)) if set(full) == {"fail"} else None
+    if found is None:
+        found = yield from _information_gain(state)
+    while not (yield from _verify(state, found)):
+        if state.left <= 0:
             return state.finding("undecided", [deltas_of(state.belief.posterior().best)])
+        found = yield from _information_gain(state)
     state.sets.append(found)
-    state.sure = state.belief.posterior().weight.get(mask_of(found), 0.0)
+    state.sure = state.belief.posterior().weight[mask_of(found)]
     if others and len(state.prior) > len(found):
         yield from _look_for_others(state)
     return state.finding("found", state.sets)
@@ -210,22 +207,23 @@ class _State:
             yield from self.ask(deltas_of(choice[0]), purpose)
         return choice is not None
 
+    def failures(self, deltas: frozenset[int]) -> int:
+        """Launches with these deltas or some of them that failed, where none passed that had all of theirs."""
+        passed = [trial.deltas for trial in self.known if trial.outcome == "pass"]
+        failed = [t.deltas for t in self.known if t.outcome == "fail" and t.deltas <= deltas]
+        return sum(1 for one in failed if not any(one <= other for other in passed))
+
     def implied(self, deltas: frozenset[int]) -> Outcome | None:
         """What a deterministic, monotone failure says of ``deltas`` without a launch."""
-        for trial in self.known:
-            if trial.outcome == "fail" and trial.deltas <= deltas:
-                return "fail"
-            if trial.outcome == "pass" and deltas <= trial.deltas:
-                return "pass"
+        if any(trial.outcome == "pass" and deltas <= trial.deltas for trial in self.known):
+            return "pass"
+        if self.failures(deltas):
+            return "fail"
         return "unresolved" if any(t.deltas == deltas for t in self.trials) else None
-
-    def failures(self, deltas: frozenset[int]) -> int:
-        """Launches that failed with these deltas, or with some of them."""
-        return sum(1 for trial in self.known if trial.outcome == "fail" and trial.deltas <= deltas)
 
     def finding(self, status: Status, sets: Sequence[frozenset[int]] = ()) -> Finding:
         belief = self.belief.posterior()
-        sure = belief.weight.get(mask_of(sets[0]), 0.0) if sets else 1.0 if status == "base_fails" else 0.0
+        sure = belief.weight[mask_of(sets[0])] if sets else 1.0 if status == "base_fails" else 0.0
         return Finding(status, tuple(sets), max(sure, self.sure), belief.mean_rate, tuple(self.trials))
 
 
@@ -239,60 +237,58 @@ def _calibrate(state: _State, deltas: frozenset[int], times: int) -> Asking[list
 def _prefix_bisection(state: _State) -> Asking[frozenset[int] | None]:
     """Deterministic failures: about log2(n) launches a delta.
 
-    None when a launch is unresolved or contradicts. Where all rests on one failure and nothing else fails, that launch
-    is made again: after a false alarm one innocent delta after the other would be blamed.
+    None when a launch is unresolved or contradicts. Where all rests on one failure and nothing has failed since, that
+    launch is made again: after a false alarm one innocent delta after the other would be blamed.
     """
     order = sorted(range(len(state.prior)), key=lambda i: (-state.prior[i], i))
     fixed: frozenset[int] = frozenset()
-    high = len(order)
+    high, passed = len(order), 0
     while True:
-        low = 0  # fixed + order[:low] passes, fixed + order[:high] fails
-        if fixed:
-            verdict = yield from _known_or_ask(state, fixed)
-            if verdict == "fail":
-                return fixed
-            if verdict == "unresolved" or high == 0:
-                return None
-        passed = 0
+        low = -1 if fixed else 0  # fixed + order[:low] passes, fixed + order[:high] fails
         while high - low > 1:
-            middle = _split(state.prior, order, low, high)
+            middle = _split(state, fixed, order, low, high) if low >= 0 else 0
             verdict = yield from _known_or_ask(state, fixed | frozenset(order[:middle]))
             if verdict == "unresolved" or state.left <= 0:
                 return None
             low, high, passed = (low, middle, 0) if verdict == "fail" else (middle, high, passed + 1)
             failing = fixed | frozenset(order[:high])
-            if passed == _DOUBT and state.failures(failing) < 2 and (yield from state.ask(failing, "verify")) != "fail":
-                return None
+            if passed >= _DOUBT and state.failures(failing) < 2:
+                verdict = yield from state.ask(failing, "verify")
+                if verdict != "fail":  # anew where it passed; no launch is made again
+                    return (yield from _prefix_bisection(state)) if verdict == "pass" else None
+        if high == 0:
+            return fixed
         fixed |= {order[high - 1]}
         high -= 1
 
 
-def _split(prior: Sequence[float], order: Sequence[int], low: int, high: int) -> int:
-    """The prefix length between low and high that halves the prior mass of where the last delta can be."""
-    masses = [prior[order[i]] for i in range(low, high)]
-    half, running = sum(masses) / 2, 0.0
-    best, distance = (low + high) // 2, math.inf
-    for step, mass in enumerate(masses[:-1], start=1):
-        running += mass
-        # equal masses: the middle, rounded down, as in plain bisection
-        if abs(running - half) < distance - 1e-12:
-            best, distance = low + step, abs(running - half)
-    return best
+def _split(state: _State, fixed: frozenset[int], order: Sequence[int], low: int, high: int) -> int:
+    """The prefix length between low and high that is about as likely to fail as to pass.
+
+    That is more than half of the way where several deltas may be to blame. Where all are alike, it is none after which
+    a single one would take more launches than by halving.
+    """
+    first, last = low + 1, high - 1
+    if state.prior[order[low]] == state.prior[order[last]]:
+        half = 1 << (high - low - 1).bit_length() - 1
+        longest = min(half, high - low - half // 2)
+        first, last = high - longest, low + longest
+    belief = state.belief.posterior()
+    chances = {m: belief.chance(mask_of(fixed.union(order[:m]))) for m in range(first, last + 1)}
+    return min(chances, key=lambda m: (abs(chances[m] - 0.5), m))
 
 
 def _known_or_ask(state: _State, deltas: frozenset[int]) -> Asking[Outcome]:
-    implied = state.implied(deltas)
-    return implied if implied is not None else (yield from state.ask(deltas, "search"))
+    likely = state.belief.posterior().weight.get(mask_of(deltas), 0.0) >= _LIKELY
+    return state.implied(deltas) or (yield from state.ask(deltas, "verify" if likely else "search"))
 
 
 def _information_gain(state: _State) -> Asking[frozenset[int]]:
     """Launch what tells most about the set until one set is likely, or the budget ends; the likeliest set."""
-    while True:
-        belief = state.belief.posterior()
-        if belief.weight[belief.best] >= min(_LIKELY, state.confidence) or state.left <= 0:
-            return deltas_of(belief.best)
+    while (belief := state.belief.posterior()).weight[belief.best] < min(_LIKELY, state.confidence) and state.left > 0:
         if not (yield from state.ask_most_informative("search")):
-            return deltas_of(belief.best)
+            break
+    return deltas_of(belief.best)
 
 
 def _verify(state: _State, deltas: frozenset[int]) -> Asking[bool]:
@@ -308,10 +304,9 @@ def _verify(state: _State, deltas: frozenset[int]) -> Asking[bool]:
                 return False
         else:
             return False
-    smaller = [deltas - {delta} for delta in sorted(deltas)] if len(deltas) > 1 else []
-    for fewer in smaller:
-        if not any(t.deltas == fewer for t in state.known):
-            yield from state.ask(fewer, "verify")
+    for delta in sorted(deltas):
+        if not any(t.deltas == deltas - {delta} for t in state.known):
+            yield from state.ask(deltas - {delta}, "verify")
     for _ in range(_VERIFY):
         belief = state.belief.posterior()
         if belief.best != mask:
@@ -325,8 +320,7 @@ def _verify(state: _State, deltas: frozenset[int]) -> Asking[bool]:
 
 def _repeats(state: _State, miss: float = 0.05) -> int:
     """Launches after which a set that fails at the learnt rate would have failed at least once."""
-    rate = min(state.belief.posterior().mean_rate, 0.97)
-    return max(1, min(8, math.ceil(math.log(miss) / math.log(1 - rate))))
+    return min(8, math.ceil(math.log(miss) / math.log(1 - state.belief.posterior().mean_rate)))
 
 
 def _look_for_others(state: _State) -> Asking[None]:
@@ -334,7 +328,7 @@ def _look_for_others(state: _State) -> Asking[None]:
     repeats = _repeats(state)
     for delta in sorted(state.sets[0]):
         rest = state.everything - {delta}
-        if not rest or any(other <= rest for other in state.sets[1:]):
+        if any(other <= rest for other in state.sets[1:]):
             continue
         seen = [trial.outcome for trial in state.known if trial.deltas == rest]
         while len(seen) < repeats:
@@ -349,5 +343,5 @@ def _look_for_others(state: _State) -> Asking[None]:
                 if (yield from state.ask(trial, "another")) == "fail":
                     kept.remove(candidate)
                     break
-        if kept and frozenset(kept) not in state.sets:
+        if kept:
             state.sets.append(frozenset(kept))
