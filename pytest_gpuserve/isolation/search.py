@@ -147,7 +147,7 @@ def _search(state: _State, calibrate: int, others: bool) -> Asking[Finding]:
         found = yield from _information_gain(state)
     state.sets.append(found)
     state.sure = state.belief.posterior().weight[mask_of(found)]
-    if others and len(state.prior) > len(found):
+    if others:
         yield from _look_for_others(state)
     return state.finding("found", state.sets)
 
@@ -287,7 +287,7 @@ def _information_gain(state: _State) -> Asking[frozenset[int]]:
     """Launch what tells most about the set until one set is likely, or the budget ends; the likeliest set."""
     while (belief := state.belief.posterior()).weight[belief.best] < min(_LIKELY, state.confidence) and state.left > 0:
         if not (yield from state.ask_most_informative("search")):
-            break
+            return deltas_of(belief.best)
     return deltas_of(belief.best)
 
 
