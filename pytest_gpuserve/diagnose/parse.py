@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any, get_args
 
 from .. import foreign
-from ..engines.base import ProcessRole
+from ..engines.base import ProcessRole, Rank
 from ..procfs import ProcessId
 from ..text import foreign_decoder
 from ..vocabulary import RoleName
@@ -27,6 +27,7 @@ STACK_SCHEMA = "gpuserve.stack/1"
 
 _ROLES: tuple[RoleName, ...] = get_args(RoleName)
 _DUMPERS: tuple[Dumper, ...] = get_args(Dumper)
+_RANK_NAME = re.compile(r"(?i)(?:^|[_.-])(?:rank|tp|for_worker)[_-]?(\d{1,5})(?=[_.-]|$)")
 _MARKER_NAME = re.compile(r"fh\.(\d+)\.(\d+)\.txt$")
 
 
@@ -55,7 +56,17 @@ def read_dumps(text: str, *, role_of: RoleOf = any_role, source: str = "") -> li
             dump = _dump(process.pid or _main_tid(threads) or 0, process.title, threads, role_of, process.prefix)
             facts = {"fatal": process.fatal} if process.fatal else {}
             dumps.append(replace(dump, process=ProcessId(dump.process.pid, start), facts=facts))
-    return dumps
+    return _named(dumps, source)
+
+
+def _named(dumps: list[ProcessDump], source: str) -> list[ProcessDump]:
+    """With the rank in the file's name (``rank3.txt``, ``VLLM_STACK_DUMP_for_worker_1_812.log``), where it holds one
+    process that does not tell its own."""
+    found = set(_RANK_NAME.findall(source))
+    if len(found) != 1 or len({dump.process for dump in dumps}) != 1 or dumps[0].role is not UNKNOWN:
+        return dumps
+    role = ProcessRole("worker", Rank(tp=int(found.pop())))
+    return [replace(dump, role=role) for dump in dumps]
 
 
 def read_file(path: Path, *, role_of: RoleOf = any_role) -> list[ProcessDump]:

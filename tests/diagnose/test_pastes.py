@@ -425,3 +425,32 @@ def test_of_ranks_that_only_work_nobody_stands_out():
     assert (judged(working).verdict, judged(working).culprits) == ("undecided", ())
     waiting = working.replace("here (own/a.py:3)", "all_reduce (torch/distributed/distributed_c10d.py:2)")
     assert (judged(waiting).verdict, judged(waiting).culprits) == ("hang", ("TP3",))
+
+
+@pytest.mark.parametrize(
+    ("name", "label"),
+    [
+        ("rank3.txt", "TP3"),
+        ("stacks-tp_2.log", "TP2"),
+        ("VLLM_STACK_DUMP_for_worker_1_812.log", "TP1"),
+        ("rank0_and_rank1.txt", "process"),
+        ("frank3.txt", "process"),
+        ("stacks.txt", "process"),
+    ],
+)
+def test_the_name_of_a_file_tells_its_rank(name, label):
+    (dump,) = read_dumps(FAULT.format(rank=0), source=name)
+    assert dump.label == label
+
+
+def test_the_name_of_a_file_counts_only_for_one_unknown_process():
+    two = FAULT.format(rank=0) + PAIR.partition("Process 813")[0]
+    assert [d.label for d in read_dumps(two, source="rank5.txt")] == ["process", "TP0"]
+    assert [d.label for d in read_dumps(PAIR, source="rank5.txt")] == ["TP0", "TP1"]
+    twice = read_dumps(FAULT.format(rank=0) * 2, source="rank5.txt")
+    assert [d.label for d in twice] == ["TP5", "TP5"]
+
+
+def test_amds_runtime_waits_under_its_own_names():
+    text = "#0  0x1 in ioctl () from /lib/libc.so.6\n#1  0x2 in hipStreamSynchronize () from /x/libamdhip64.so\n"
+    assert judged(text).classes[0].signature == "gpu-sync-native"
