@@ -447,6 +447,7 @@ def test_the_name_of_a_file_counts_only_for_one_unknown_process():
     two = FAULT.format(rank=0) + PAIR.partition("Process 813")[0]
     assert [d.label for d in read_dumps(two, source="rank5.txt")] == ["process", "TP0"]
     assert [d.label for d in read_dumps(PAIR, source="rank5.txt")] == ["TP0", "TP1"]
+    assert [d.label for d in read_dumps(PAIR.partition("Process 813")[0], source="rank5.txt")] == ["TP0"]
     twice = read_dumps(FAULT.format(rank=0) * 2, source="rank5.txt")
     assert [d.label for d in twice] == ["TP5", "TP5"]
 
