@@ -6,8 +6,8 @@ Needs coverage 7.10 (``tox -e coverage`` brings it); settings are in pyproject.t
 starts is measured: pytest's, xdist's workers, watcher, incidents, the embedded engine. Supervisors and their helpers
 run as ``python -S -E``, which coverage's start-up file cannot enter: for the time of the run a second such file leaves
 these two words out of their command. A process that is ended with SIGKILL leaves no data; those of the embedded engine,
-of which hardly one ends otherwise, therefore save what they have twice a second. The figure is a lower bound. Exit code
-1 below ``--least`` percent, or when a test fails.
+of which hardly one ends otherwise, therefore save what they have 0.5, 1.5, 3.5 … seconds after their start. The figure
+is a lower bound. Exit code 1 below ``--least`` percent, or when a test fails.
 """
 
 from __future__ import annotations
@@ -70,8 +70,10 @@ def keep_saving():
     import coverage
 
     def save():
+        pause = 0.5  # ever longer: a process that saves is one that moves, and hangs are to be found
         while True:
-            time.sleep(0.5)
+            time.sleep(pause)
+            pause *= 2
             try:
                 coverage.Coverage.current().save()
             except Exception:
