@@ -209,13 +209,13 @@ def test_a_limit_needs_no_sigint(tmp_path: Path) -> None:
     )
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
-        begin = time.monotonic()
         session = run_session(PYTEST, cwd=tmp_path, stopped=(tmp_path / "running").exists)
-        took = time.monotonic() - begin
+        took = time.time() - (tmp_path / "running").stat().st_mtime
     finally:
         signal.signal(signal.SIGINT, before)
     assert session.timed_out
-    assert session.code == -signal.SIGTERM, f"after {took:.0f} s"
+    assert session.code == -signal.SIGTERM
+    assert took < 25, "30 s are for one that hears SIGINT"
 
 
 def test_signatures_are_read_from_incidents(tmp_path: Path) -> None:
