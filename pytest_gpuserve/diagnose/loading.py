@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import json
+import mmap
 import os
 import re
 import signal
@@ -14,6 +15,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, Final
+
+from .. import foreign
 
 _TRY: Final = r"""
 import ctypes, importlib, json, os, sys
@@ -87,9 +90,9 @@ def try_loading(
             if "done" in entry:
                 version = version or entry.get("version", "")
                 error = entry.get("error")
-                found[entry["done"]] = Loaded(
-                    entry["done"], error, meaning(error, version) if error else None, entry.get("version", "")
-                )
+                name, told = entry["done"], entry.get("version", "")
+                bound = not error or name in first or names_torch(Path(name))
+                found[name] = Loaded(name, error, meaning(error, version, bound) if error else None, told)
         if begun in left[1:]:
             left = [begun, *(path for path in left if path not in found and path != begun)]
             continue
@@ -102,13 +105,29 @@ def try_loading(
             return list(found.values())
 
 
-def meaning(error: str, torch: str = "") -> str | None:
-    """What a loader's message means; None when it is not one that we know. ``torch``: version of the installed one."""
+def names_torch(library: Path) -> bool:
+    """It says itself which of torch's libraries it needs (DT_NEEDED), so that the loader looks for its symbols there;
+    True also where that cannot be seen."""
+    try:
+        with foreign.opened(library) as file, mmap.mmap(file.fileno(), 0, access=mmap.ACCESS_READ) as data:
+            return re.search(rb"\0lib(?:c10|torch|aoti)\w*\.so", data) is not None
+    except (OSError, ValueError):
+        return True
+
+
+def meaning(error: str, torch: str = "", bound: bool = True) -> str | None:
+    """What a loader's message means; None when it is not one that we know. ``torch``: version of the installed one.
+    ``bound``: the library names those of torch that it needs; else a symbol that is missing proves nothing."""
     if found := re.search(r"undefined symbol: (\S+)", error):
         symbol = found[1].rstrip(",")
         if re.match(r"_ZN?[KO0-9A-Zr]*\d+(c10|at|torch|caffe2|aoti)", symbol) or symbol.startswith(
             ("aoti_torch", "THP")
         ):
+            if not bound:
+                return (
+                    "it names none of torch's libraries as needed, so it loads only where a program has made their "
+                    "symbols global before: this says nothing of its ABI"
+                )
             return f"torch ABI mismatch: it was built for another torch than the installed {torch}".rstrip()
         if symbol.startswith(("Py", "_Py")):
             return "it was built for another version of Python"

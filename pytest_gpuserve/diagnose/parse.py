@@ -25,6 +25,9 @@ RoleOf = Callable[[Sequence[str], str], ProcessRole | None]
 STACK_SCHEMA = "gpuserve.stack/1"
 """Schema of ``stacks/<label>.<pid>.json`` in an incident; see :func:`to_json`."""
 
+_FAILURES = 500
+_DEEP = 10_000
+
 _ROLES: tuple[RoleName, ...] = get_args(RoleName)
 _DUMPERS: tuple[Dumper, ...] = get_args(Dumper)
 _RANK_NAME = re.compile(r"(?i)(?:^|[_.-])(?:rank|tp|for_worker)[_-]?(\d{1,5})(?=[_.-]|$)")
@@ -155,15 +158,23 @@ def to_json(dump: ProcessDump, raw: object = None) -> dict[str, Any]:
 
 
 def _split_json(text: str) -> Iterator[object]:
-    """Text between JSON values as str, the values themselves as dict or list; values begin at the start of a line."""
+    """Text between JSON values as str, the values themselves as dict or list; values begin at the start of a line.
+
+    What looks like a value and is none is read again from its next line, so it is only tried so often and so far.
+    """
     decoder = foreign_decoder()
     position = begin = 0
+    failures, wasted = 0, 0
     for found in re.finditer(r"^[ \t]{0,3}([\[{])(?=[\s\"{\]])", text, re.MULTILINE):
         if found.start() < position:
             continue
         try:
             value, end = decoder.raw_decode(text, found.start(1))
-        except (ValueError, RecursionError):
+        except (ValueError, RecursionError) as error:
+            failures += 1
+            wasted += error.pos - found.start() if isinstance(error, json.JSONDecodeError) else _DEEP
+            if failures > _FAILURES or wasted > len(text) + _DEEP * 100:
+                break
             continue
         if isinstance(value, (dict, list)) and value:
             yield text[begin : found.start()]

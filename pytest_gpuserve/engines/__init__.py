@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import sys
+from functools import lru_cache
 from importlib import import_module
 from importlib.metadata import EntryPoint, entry_points
 from typing import cast
@@ -35,8 +37,14 @@ def engine_names() -> tuple[str, ...]:
     """Names of every engine that can be asked for, built in or registered."""
     return (
         *_BUILT_IN,
-        *sorted({entry.name for entry in entry_points(group=ENTRY_POINT_GROUP)} - set(_BUILT_IN)),
+        *sorted({entry.name for entry in _registered(tuple(sys.path))} - set(_BUILT_IN)),
     )
+
+
+@lru_cache(maxsize=4)
+def _registered(path: tuple[str, ...]) -> tuple[EntryPoint, ...]:
+    """Looked for once a path: that takes milliseconds, and a dump asks for every process."""
+    return tuple(entry_points(group=ENTRY_POINT_GROUP))
 
 
 def uses_gpus(spec: ServerSpec) -> bool:
@@ -56,8 +64,9 @@ def get_engine(name: str) -> Engine:
     """
     if name in _BUILT_IN:
         return cast(Engine, import_module(f".{name}", __package__).ENGINE)
-    for entry in entry_points(group=ENTRY_POINT_GROUP, name=name):
-        return _load(entry)
+    for entry in _registered(tuple(sys.path)):
+        if entry.name == name:
+            return _load(entry)
     raise EngineError(
         f"there is no engine called {name!r}. Known engines: {', '.join(engine_names())}. Change engine= in the "
         f"gpuserve mark, or install the package that provides it (entry-point group {ENTRY_POINT_GROUP!r})."

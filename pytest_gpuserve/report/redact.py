@@ -21,7 +21,7 @@ _MOST_PLACEHOLDERS = 1 << 16
 
 _OPENING = re.compile(r"[bru]?(\\*[\"'])")
 _FIELD = re.compile(
-    rf"(?<![\w-])(?P<key>-{{0,2}}(?=[\w.-]{{0,64}}(?i:{sensitive.SECRET_NAME_HINT}))[A-Za-z_][\w.-]{{0,64}})"
+    rf"(?<![\w-])(?=[\w-])(?P<key>-{{0,2}}(?=[\w.-]{{0,64}}(?i:{sensitive.SECRET_NAME_HINT}))[A-Za-z_][\w.-]{{0,64}})"
     r"(?P<separator>\\*[\"']?\s*(?:=>|:=|[:=])\s*|\\*[\"']\s*,\s*|\s+(?:\\\s+)?)"
 )
 _SCHEME = re.compile(r"(?i)(?:bearer|basic|digest|token|apikey|negotiate)\s+")

@@ -53,9 +53,9 @@ def test_one_library_s_trouble_is_its_own(build: Build, tmp_path: Path) -> None:
     needs = build("needs.so", GOOD, f"-L{tmp_path}", "-Wl,--no-as-needed", "-l:libgone.so.7")
     (tmp_path / "libgone.so.7").unlink()
     good = build("good.so", GOOD)
-    found = load(
-        tmp_path, build("abi.so", ABI, "-Wl,-z,now"), build("dies.so", DIES), good, needs, tmp_path / "missing.so"
-    )
+    build("libc10.so", GOOD)  # of another version: without the symbol
+    bound = (f"-L{tmp_path}", "-Wl,--no-as-needed", "-lc10", f"-Wl,-rpath,{tmp_path}", "-Wl,-z,now")
+    found = load(tmp_path, build("abi.so", ABI, *bound), build("dies.so", DIES), good, needs, tmp_path / "missing.so")
     assert list(found) == ["torch", "abi.so", "dies.so", "good.so", "needs.so", "missing.so"]
     assert (found["torch"].error, found["torch"].version) == (None, "2.9.1")
     assert found["good.so"].error is None
@@ -63,6 +63,13 @@ def test_one_library_s_trouble_is_its_own(build: Build, tmp_path: Path) -> None:
     assert found["dies.so"].error == "loading it ends the process with SIGABRT"
     assert found["needs.so"].meaning == "libgone.so.7 is missing"
     assert "missing.so" in (found["missing.so"].error or "")
+
+
+def test_a_library_that_names_no_library_of_torch_proves_no_mismatch(build: Build, tmp_path: Path) -> None:
+    """It loads where torch's symbols are global, as some loaders of plugins make them."""
+    found = load(tmp_path, build("loose.so", ABI, "-Wl,-z,now"))["loose.so"]
+    assert "undefined symbol" in (found.error or "")
+    assert (found.meaning or "").startswith("it names none of torch's libraries as needed")
 
 
 def test_a_library_that_hangs_costs_its_limit_alone(build: Build, tmp_path: Path) -> None:
