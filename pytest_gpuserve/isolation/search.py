@@ -106,8 +106,8 @@ def search(
         prior: weight of each delta (how often it was to blame before); only ratios matter.
         evidence: launches already made elsewhere; they cost nothing.
         calibrate: launches of each end before the search; four times as many where the outcomes differ.
-        budget: launches for ``search``; calibration, verification and looking for another set are bounded by
-            themselves.
+        budget: launches for ``search``; when a proof fails after as many of its own, there is no further one.
+            Calibration and looking for another set are bounded by themselves.
         confidence: a verified set is believed at least so firmly (and at least at 0.99).
         max_size: largest minimal failing set considered where runs are flaky.
         others: look for further minimal failing sets once one is verified.
@@ -142,7 +142,7 @@ def _search(state: _State, calibrate: int, others: bool) -> Asking[Finding]:
     if found is None:
         found = yield from _information_gain(state)
     while not (yield from _verify(state, found)):
-        if state.left <= 0:
+        if min(state.left, state.proofs_left) <= 0:
             return state.finding("undecided", [deltas_of(state.belief.posterior().best)])
         found = yield from _information_gain(state)
     state.sets.append(found)
@@ -176,6 +176,10 @@ class _State:
     @property
     def left(self) -> int:
         return self.budget - sum(1 for trial in self.trials if trial.purpose == "search")
+
+    @property
+    def proofs_left(self) -> int:
+        return self.budget - sum(1 for trial in self.trials if trial.purpose == "verify")
 
     @property
     def known(self) -> list[Trial]:

@@ -267,6 +267,13 @@ def test_the_budget_ends_the_search_with_its_best_guess() -> None:
     assert len(found.sets) == 1
 
 
+def test_proofs_have_a_budget_too() -> None:
+    planted = frozenset(random.Random(32).sample(range(12), 3))  # proofs fail again and again, searching hardly goes on
+    found = drive(search([1.0] * 12, budget=60, others=False), flaky(planted, 0.1, 0.0, 32))
+    assert found.status == "undecided"
+    assert 60 <= found.launches("verify") < 79
+
+
 def test_evidence_is_weighed() -> None:
     known = [Trial(frozenset({5, 6}), "fail")] * 2 + [Trial(frozenset({5}), "pass")] * 2
     found = conclude_now(search([1.0] * 8, evidence=known), {})
