@@ -16,12 +16,13 @@ import argparse
 import json
 import os
 import signal
+import sqlite3
 import subprocess
 import sys
 import sysconfig
 import tempfile
 from collections.abc import Iterator
-from contextlib import contextmanager
+from contextlib import closing, contextmanager
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -150,6 +151,22 @@ def run(words: list[str], data: Path) -> int:
     return subprocess.run([sys.executable, "-m", "coverage", *words], cwd=ROOT, env=env, check=False).returncode
 
 
+def drop_torn(data: Path) -> int:
+    """Remove the files of processes that were killed while they saved: one of them ends the combining of all."""
+    torn = 0
+    for path in data.glob("coverage.*"):
+        try:
+            with closing(sqlite3.connect(path)) as database:
+                whole = database.execute("pragma quick_check").fetchone() == ("ok",)
+                whole = whole and database.execute("select count(*) from coverage_schema").fetchone()[0] > 0
+        except sqlite3.DatabaseError:
+            whole = False
+        if not whole:
+            path.unlink()
+            torn += 1
+    return torn
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--least", type=float, default=92.0, metavar="PERCENT")
@@ -163,6 +180,7 @@ def main() -> int:
         data.mkdir(parents=True, exist_ok=True)
         with hook():
             failed = run(["run", "-m", "pytest", *options.pytest], data)
+        print(f"{drop_torn(data)} processes were killed while they saved what they had reached")
         report = (options.json or data / "report.json").resolve()
         for words in (["combine", "--quiet", "--append"], ["json", "--quiet", "-o", str(report)]):
             if code := run(words, data):
