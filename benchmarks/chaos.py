@@ -44,6 +44,7 @@ TAG = "GPUSERVE_CHAOS_RUN"
 GRACE = 1.0
 KINDS = ("pytest", "worker", "supervisor", "watcher", "front end", "rank", "pytest and supervisor")
 WORKERS = 30.0  # seconds in which a worker of xdist must notice that its controller is gone (5 on an idle machine)
+WATCHER = " -m pytest_gpuserve.watch.watcher --session "
 LIMIT = 240.0  # seconds that a run may take after its last kill
 
 SIM = """
@@ -71,7 +72,9 @@ def test_slow_start(server): ask(server)
 OTHER = """
 import os, pytest
 
-@pytest.mark.gpuserve(engine=os.environ["CHAOS_ENGINE"], model=os.environ["CHAOS_MODEL"], tp=2)
+@pytest.mark.gpuserve(
+    engine=os.environ["CHAOS_ENGINE"], model=os.environ["CHAOS_MODEL"], python=os.environ["CHAOS_PYTHON"], tp=2
+)
 class TestReal:
     @pytest.mark.parametrize("n", range(3))
     def test_a(self, server, n):
@@ -173,19 +176,19 @@ class Decoys:
 class Run:
     """One run of pytest, and everything that it starts."""
 
-    def __init__(self, home: Path, workers: int, engine: str, model: str) -> None:
+    def __init__(self, home: Path, workers: int, options: argparse.Namespace) -> None:
         self.tag = uuid.uuid4().hex
         self.state = home / "state"
         self.leases = home / "leases"
         self.path = home / f"project-{self.tag[:8]}"
         self.path.mkdir()
         (self.path / "tox.ini").write_text("[pytest]\n")
-        (self.path / "test_chaos.py").write_text(SIM if engine == "sim" else OTHER)
+        (self.path / "test_chaos.py").write_text(SIM if options.engine == "sim" else OTHER)
         words = ["-q", "-p", "no:randomly", "-p", "no:cacheprovider", f"--gpuserve-grace={GRACE:g}"]
         words += [f"-n{workers}"] if workers else ["-p", "no:xdist"]
         kept = {name: value for name, value in os.environ.items() if not name.startswith(("GPUSERVE", "PYTEST"))}
         where = {"GPUSERVE_STATE": str(self.state), "GPUSERVE_LEASES": str(self.leases), TAG: self.tag}
-        chosen = {"CHAOS_ENGINE": engine, "CHAOS_MODEL": model}
+        chosen = {"CHAOS_ENGINE": options.engine, "CHAOS_MODEL": options.model, "CHAOS_PYTHON": options.python}
         with open(self.path / "out.txt", "wb") as out:
             self.process = subprocess.Popen(
                 [sys.executable, "-m", "pytest", *words],
@@ -304,14 +307,15 @@ def strike(run: Run, kind: str, dice: random.Random, limit: float) -> list[Proce
 
 
 def orphans_go(run: Run, figures: Figures) -> bool:
-    """xdist's workers notice after 5 s or more that their controller was killed: no more than that may be left."""
+    """xdist's workers notice after 5 s or more that their controller was killed: no more than they and the watchers
+    that end with them may be left."""
     begin = time.monotonic()
     while time.monotonic() - begin < WORKERS:
         left = run.what_is_left()
         if not left:
             figures.late_workers += 1
             return True
-        if not all(what.endswith("exec(eval(sys.stdin.readline()))") for what in left):
+        if not all(what.endswith("exec(eval(sys.stdin.readline()))") or WATCHER in what for what in left):
             return False
         time.sleep(0.1)
     return False
@@ -322,7 +326,7 @@ def session(
 ) -> None:
     """A run with some kills, then the accounts. ``kinds``: which kills, taken from its end."""
     workers = dice.choice(options.workers)
-    run = Run(home, workers, options.engine, options.model)
+    run = Run(home, workers, options)
     figures.sessions += 1
     heirs = []
     for _ in range(dice.choice((1, 1, 2, 3))):
@@ -377,6 +381,7 @@ def main() -> int:
     parser.add_argument("--workers", default="0,2,4", help="numbers of xdist workers, one of them a run")
     parser.add_argument("--engine", default="sim", help="sim, or vllm with --model")
     parser.add_argument("--model", default="")
+    parser.add_argument("--python", default=sys.executable, help="the interpreter that has the engine")
     parser.add_argument("--span", type=float, default=8.0, help="a kill comes within this many seconds")
     parser.add_argument("--slack", type=float, default=3.0, help="beyond grace + 1 s, for machines that are busy")
     parser.add_argument("--json", type=Path)
