@@ -20,7 +20,7 @@ RUNNERS = {
     "gpuserve": (sys.executable, "-m", "pytest_gpuserve.cli"),
     "python": (sys.executable,),
     "cat": ("cat",),
-    "ls": ("ls",),
+    "ls": ("env", "LC_ALL=C", "ls"),  # the order of names is the locale's
 }
 """How the commands of an example are run; an example with any other is wrong."""
 
