@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import sys
 import time
@@ -50,7 +51,15 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: there are stacks. 1: none could be had, or the target was a name. All output is redacted."""
+    """0: there are stacks. 1: none could be had, or the target was a name. All output is redacted.
+
+    Raises:
+        GpuserveError: an option that leaves nothing to do; as :func:`resolve`.
+    """
+    if arguments.rounds < 1:
+        raise GpuserveError(f"--rounds takes how often to look, 1 or more, not {arguments.rounds}.")
+    if not 0 < arguments.limit < math.inf:
+        raise GpuserveError(f"--limit takes the seconds for one round, more than 0, not {arguments.limit:g}.")
     target = resolve(arguments.target)
     if isinstance(target, Matches):
         print(target.text(), file=sys.stderr)
@@ -61,7 +70,7 @@ def run(arguments: argparse.Namespace) -> int:
 def report(target: Target, arguments: argparse.Namespace, progress: Progress | None = None) -> int:
     """Take the stacks and print what they say; ``progress``: what a watch saw before, which makes it no manual dump."""
     rounds = []
-    for number in range(max(1, arguments.rounds)):
+    for number in range(arguments.rounds):
         if number:
             time.sleep(2.0)
         found = [s for s in target.stats if procfs.process_id(s.pid) == s.id] if number else target.stats
@@ -119,8 +128,10 @@ def resolve(text: str) -> Target | Matches:
     """What the user means.
 
     Raises:
-        GpuserveError: a number that is neither a process nor a port, or both; a server of ours that is over.
+        GpuserveError: a number that is neither a process nor a port, or both; a server of ours that is over; nothing.
     """
+    if not text.strip():
+        raise GpuserveError("the target is empty (an unset variable?): name a PID, a port, or a server's directory.")
     kind, _, number = text.rpartition(":")
     if number.isdigit() and kind in ("", "pid", "port"):
         return _by_number(int(number), "port" if text.startswith(":") else kind)

@@ -98,6 +98,23 @@ def test_several_rounds(server, capsys):
     assert "frozen" in out
 
 
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        ([""], "the target is empty"),
+        ([" "], "the target is empty"),
+        ([os.getppid(), "--rounds", "0"], "--rounds takes how often to look"),
+        *(([os.getppid(), "--limit", limit], "--limit takes the seconds") for limit in ("0", "-1", "nan", "inf")),
+    ],
+)
+def test_what_leaves_nothing_to_do_is_refused(capsys, monkeypatch, arguments, says):
+    monkeypatch.setattr(stacks, "take", None)
+    code, out, err = dumped(capsys, *arguments)
+    assert (code, out) == (2, "")
+    assert says in err
+    assert len(err.splitlines()) == 1
+
+
 def test_a_name_lists_and_attaches_to_nothing(server, capsys, monkeypatch):
     from pytest_gpuserve.diagnose import stacks
 
