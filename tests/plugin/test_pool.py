@@ -103,6 +103,44 @@ def test_a_mistake(gpuserve_pool):
     project.assert_nothing_left()
 
 
+def test_what_is_secret_of_a_server_that_fails_is_told_to_nobody(project):
+    project.write(
+        test_it=HEAD
+        + """
+    def words(*more):
+        return ["sh", "-c", 'echo api_key=$1; echo see https://$1@git.example.com/x; echo it was $1; exit 3', *more]
+
+    ARGS = {"api-key": "S3cr3t" + "Word"}
+
+    @mark.gpuserve(engine="command", command=words("sh", "S3cr3t" + "Word", "{port}"), args=ARGS)
+    def test_start(server): ...
+
+    @mark.gpuserve(engine="command", command=words("--api-key", "S3cr3t" + "Word"), args=ARGS)
+    def test_no_port(server): ...
+
+    def test_dies(gpuserve_pool):
+        from pytest_gpuserve.errors import ServerError
+        code = (
+            "import http.server as h, os, sys\\n"
+            "class H(h.BaseHTTPRequestHandler):\\n"
+            "    def do_GET(self):\\n"
+            "        if 'die' in self.path: print('api_key=' + sys.argv[-1], flush=True); os._exit(5)\\n"
+            "        self.send_response(200); self.end_headers()\\n"
+            "h.HTTPServer(('127.0.0.1', int(sys.argv[1])), H).serve_forever()"
+        )
+        server = gpuserve_pool.get(engine="command", command=["{python}", "-c", code, "{port}"], args=ARGS)
+        server.get("/die")
+""".replace("\n    ", "\n")
+    )
+    result = project.run("--junitxml=junit.xml")
+    result.assert_outcomes(failed=1, errors=2)
+    text = result.stdout.str()
+    assert all(what in text for what in ("exited with code 3", "never says {port}", "exited with code 5"))
+    for told in (text, project.output("junit.xml"), project.output("gpuserve-artifacts/results.jsonl")):
+        assert "S3cr3tWord" not in told
+    assert "--api-key <secret-" in text
+
+
 def test_a_server_that_failed_a_test_serves_no_other(project):
     project.write(
         test_it=HEAD
