@@ -12,7 +12,7 @@ from typing import Final
 from ..errors import GpuserveError
 from ..report.again import render, written_again
 from ..report.bundle_check import Check, check
-from ..report.bundle_reader import Bundle, open_bundles
+from ..report.bundle_reader import SIGNS, Bundle, open_bundles
 from ..report.bundle_zip import write_zip
 from ..report.files import Store
 from ..report.html import write_bundle_page
@@ -26,12 +26,14 @@ EXIT_CODES: Final = {"ready": 0, "hang": 3, "stalled": 3, "slow": 4, "degraded":
 
 
 def run(paths: Sequence[Path], arguments: argparse.Namespace) -> int:
-    """Show, check, zip or write again. With ``--check`` 0: all are whole, 1: something is missing or torn."""
+    """Show, check, zip or write again. With ``--check`` 0: all are whole, 1: something is missing or torn; with
+    ``--zip`` 1: something was left out."""
     found = [(path, bundle) for path in paths for bundle in open_bundles(path)]
     writes = arguments.zip or arguments.render or arguments.html
     if (writes or arguments.issue) and len(found) > 1:
+        holder = f"{one_line(str(paths[0]))} holds" if len(paths) == 1 else f"the {len(paths)} paths named hold"
         raise GpuserveError(
-            f"{one_line(str(found[0][0]))} holds {len(found)} incidents. Name one of them: "
+            f"{holder} {len(found)} incidents. Name one of them: "
             f"{', '.join(one_line(bundle.name, 80) for _, bundle in found[:5])}."
         )
     checks = [check(bundle) for _, bundle in found]
@@ -47,8 +49,7 @@ def run(paths: Sequence[Path], arguments: argparse.Namespace) -> int:
             print(_headline(bundle, seen))
     elif not writes:
         _show(found[0][1], checks[0])
-    if arguments.zip:
-        _zip(found[0][0], found[0][1], arguments.zip)
+    left = _zip(found[0][0], found[0][1], arguments.zip) if arguments.zip else []
     if arguments.render:
         _render(found[0][1], arguments.render)
     if arguments.html:
@@ -56,7 +57,7 @@ def run(paths: Sequence[Path], arguments: argparse.Namespace) -> int:
     if arguments.check:
         return 0 if all(seen.whole for seen in checks) else 1
     if writes or arguments.issue:
-        return 0
+        return 1 if left else 0
     return max(EXIT_CODES.get(str(bundle.json("incident.json").get("verdict", "undecided")), 1) for _, bundle in found)
 
 
@@ -92,14 +93,25 @@ def _json(bundle: Bundle, seen: Check) -> dict[str, object]:
     return {"bundle": bundle.name, "check": whole, "incident": bundle.json("incident.json")}
 
 
-def _zip(path: Path, bundle: Bundle, out: Path) -> None:
+def _zip(path: Path, bundle: Bundle, out: Path) -> list[str]:
     left = write_zip(bundle, out, path.parent if path.is_dir() else None)
     print(one_line(f"written: {out}"))
     for name in left:
         print(one_line(f"left out, too big or not readable: {name}"))
+    return left
 
 
 def _render(bundle: Bundle, directory: Path) -> None:
+    if any(os.path.lexists(directory / sign) for sign in SIGNS):
+        raise GpuserveError(
+            f"{one_line(str(directory))} is an incident's own directory: what was written then is evidence, and is not "
+            f"replaced. Choose another directory with --render."
+        )
+    if not bundle.json("incident.json"):
+        raise GpuserveError(
+            f"{one_line(bundle.name)} has no incident.json that can be read, so there is nothing to write. "
+            f"--check says what is wrong with it."
+        )
     try:
         directory.mkdir(parents=True, exist_ok=True)
         render(written_again(bundle), Store(directory, Redactor.of(os.environ), 0o644))

@@ -25,9 +25,9 @@ from .files import MARKER
 
 MOST_FILES: Final = 20_000
 MOST_BYTES: Final = 64 << 20
-"""Bytes of one file that are read."""
+"""Bytes of one file; a larger one is not read."""
 MOST_TOTAL: Final = 1 << 30
-"""Bytes of all files together, unpacked: what comes after is not looked at."""
+"""Bytes of all files together, unpacked: what is more is not looked at."""
 MOST_PARSED: Final = 64 << 20
 """Bytes of one incident's JSON that are parsed: that of 64 ranks has about a tenth."""
 MOST_DEPTH: Final = 6
@@ -35,7 +35,7 @@ MOST_LISTED: Final = 8 << 20
 """Bytes of a zip's list of files."""
 
 _DIRECTORY = os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC
-_SIGNS: Final = (NAME, "incident.json", MARKER)
+SIGNS: Final = (NAME, "incident.json", MARKER)
 """Any of these makes a directory a bundle."""
 
 
@@ -67,10 +67,13 @@ class _Listed:
         self._left = MOST_TOTAL
 
     def _add(self, name: str, size: int) -> None:
-        self._left -= size
-        if self._left < 0:
+        """A file that is not looked at takes nothing from the others."""
+        if size > MOST_BYTES:
+            self.odd[name] = f"larger than {MOST_BYTES >> 20} MiB: not read"
+        elif size > self._left:
             self.odd[name] = f"more than {MOST_TOTAL >> 30} GiB in all: name one incident"
         else:
+            self._left -= size
             self.names[name] = size
 
 
@@ -231,14 +234,14 @@ def open_bundles(path: Path) -> list[Bundle]:
     else:
         files = Zip(path)
     own = path.name.removesuffix(".zip") or path.resolve().name
-    folders = sorted({name.rpartition("/")[0] for name in files.names if name.rpartition("/")[2] in _SIGNS})
+    folders = sorted({name.rpartition("/")[0] for name in files.names if name.rpartition("/")[2] in SIGNS})
     whole = {folder for folder in folders if _is_bundle(files, folder)}
     if "" in whole or (folders == [""] and named_like_one(own)):
         return [Bundle(own, files)]
     inner = [f for f in folders if f and (f in whole or not any(o != f and o.startswith(f"{f}/") for o in folders))]
     if not inner:
         raise BundleError(
-            f"{one_line(str(path))} holds no incident: there is neither {' nor '.join(_SIGNS[:2])} in it. Give the "
+            f"{one_line(str(path))} holds no incident: there is neither {' nor '.join(SIGNS[:2])} in it. Give the "
             f"directory of one incident, the directory of all, or a zip of either."
         )
     return [Bundle(folder.rpartition("/")[2], Below(files, f"{folder}/")) for folder in inner]
@@ -246,7 +249,7 @@ def open_bundles(path: Path) -> list[Bundle]:
 
 def _is_bundle(files: Files, folder: str) -> bool:
     prefix = f"{folder}/" if folder else ""
-    return any(prefix + sign in files.names for sign in _SIGNS[:2])
+    return any(prefix + sign in files.names for sign in SIGNS[:2])
 
 
 def unsafe_name(name: str) -> str | None:

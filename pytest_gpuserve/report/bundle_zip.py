@@ -25,12 +25,12 @@ def write_zip(bundle: Bundle, out: Path, beside: Path | None = None) -> list[str
     """Write ``out``, whole or not at all. ``beside``: the directory of the session's own files, which go along.
 
     Returns:
-        names of what was left out because it is too big or cannot be read.
+        names of what was left out because it is too big, cannot be read, or is no file of a bundle.
 
     Raises:
         BundleError: ``out`` cannot be written.
     """
-    left: list[str] = []
+    left = list(bundle.files.odd)
     draft = out.with_name(f".{out.name}.{os.getpid()}.new")
     size = 0
     try:

@@ -15,6 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from pytest_gpuserve.cli import main
 from pytest_gpuserve.report import bundle, bundle_check, bundle_reader
 from pytest_gpuserve.report.bundle_check import check
 from pytest_gpuserve.report.bundle_reader import (
@@ -306,6 +307,58 @@ def test_what_comes_after_a_gigabyte_is_not_looked_at(
     for number in range(60):
         (path / f"many{number}").mkdir()
     assert any("more than 40 files" in why for why in opened(path).files.odd.values())
+
+
+def explained(*words: object) -> int:
+    return main(["explain", *map(str, words)])
+
+
+def test_one_large_file_hides_no_other_and_a_zip_says_what_it_lacks(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    path = make(tmp_path)
+    for name in ("aa.txt", "evidence.json"):
+        with (path / name).open("wb") as file:
+            file.truncate(5 << 30)  # a hole: takes no place
+    found = opened(path)
+    assert dict(found.files.odd) == dict.fromkeys(("aa.txt", "evidence.json"), "larger than 64 MiB: not read")
+    assert found.json("incident.json")["verdict"] == "hang"
+    assert explained(path, "--zip", tmp_path / "x.zip") == 1
+    told = capsys.readouterr().out
+    assert "left out, too big or not readable: evidence.json" in told
+    with zipfile.ZipFile(tmp_path / "x.zip") as archive:
+        assert len(archive.namelist()) == len(found.files.names) > 10
+    for name in ("aa.txt", "evidence.json"):
+        (path / name).unlink()
+    assert explained(path, "--zip", tmp_path / "x.zip") == 0
+
+
+@pytest.mark.parametrize("sign", [".gpuserve", "bundle.json", "incident.json"])
+def test_a_bundle_is_never_rendered_over_one(sign: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make(tmp_path)
+    there = tmp_path / "there"
+    there.mkdir()
+    (there / sign).write_text("{}")
+    before = (path / "verdict.md").read_bytes()
+    for place in (path, there):
+        assert explained(path, "--render", place) == 2
+        assert "Choose another directory with --render" in capsys.readouterr().err
+    assert (path / "verdict.md").read_bytes() == before
+    assert os.listdir(there) == [sign]
+
+
+def test_what_cannot_be_read_is_not_rendered(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = make(tmp_path)
+    (path / "incident.json").write_text("{")
+    assert explained(path, "--render", tmp_path / "new") == 2
+    assert "nothing to write" in capsys.readouterr().err
+    assert not (tmp_path / "new").exists()
+
+
+def test_two_that_are_named_are_not_one_that_holds_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    one, two = make(tmp_path), make(tmp_path / "more")
+    assert explained(one, two, "--issue") == 2
+    assert "the 2 paths named hold 2 incidents" in capsys.readouterr().err
 
 
 def test_json_is_parsed_up_to_a_limit(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
