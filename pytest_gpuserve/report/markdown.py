@@ -16,9 +16,14 @@ def code(lines: Sequence[str], language: str = "text") -> list[str]:
     return [f"{fence}{language}", *lines, fence]
 
 
+_REFERENCE = re.compile(r"(?<!\w)@(?=\w)|#(?=\d)|(?<!\w)GH-(?=\d)", re.IGNORECASE)
+"""What a tracker makes a mention of a person or a link to an issue of, which then tells of this one."""
+
+
 def inline(text: str) -> str:
-    """Inside a paragraph: no markup, no tag, no link but plain addresses. ``text`` is escaped already."""
-    return re.sub(r"([\\*\[\]`])", r"\\\1", text).replace("<", "&lt;")
+    """Inside a paragraph: no markup, no tag, no mention, no link but plain addresses. ``text`` is escaped already."""
+    text = re.sub(r"([\\*\[\]`])", r"\\\1", text).replace("<", "&lt;")
+    return _REFERENCE.sub(r"\g<0><!-- -->", text)  # an entity is a character again when mentions are looked for
 
 
 def plain(text: object, width: int | None = None) -> str:

@@ -21,6 +21,7 @@ from pytest_gpuserve.report.again import judge_again, render, written_again
 from pytest_gpuserve.report.bundle_reader import Bundle, Directory
 from pytest_gpuserve.report.files import Store
 from pytest_gpuserve.report.issue import MOST, issue
+from pytest_gpuserve.report.markdown import plain
 from pytest_gpuserve.report.pages import verdict_page
 from pytest_gpuserve.text import escape
 
@@ -290,3 +291,15 @@ def test_any_value_of_any_key_of_the_evidence() -> None:
 def test_a_bundle_without_anything(tmp_path: Path) -> None:
     assert "unknown" in issue(Bundle("b", Directory(tmp_path)))
     assert verdict_page({})
+
+
+@pytest.mark.parametrize(
+    ("raw", "shown"),
+    [
+        ("ask @octocat, @org/team", "ask @<!-- -->octocat, @<!-- -->org/team"),
+        ("as in #123 or owner/repo#1; GH-7", "as in #<!-- -->123 or owner/repo#<!-- -->1; GH-<!-- -->7"),
+        ("flock@serving # 1 a@b.example #x <@", "flock@serving # 1 a@b.example #x &lt;@"),
+    ],
+)
+def test_a_pasted_report_mentions_nobody(raw: str, shown: str) -> None:
+    assert plain(raw) == shown
