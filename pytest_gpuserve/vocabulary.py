@@ -59,5 +59,8 @@ RESULTS: Final = "GPUSERVE_RESULTS"
 COLLECTION: Final = "collection"
 """There, as ``error`` of a line: a module or a directory could not be collected, so its tests are not known."""
 
+STARTED: Final = {"started": True}
+"""The first line of a session in that file; a command may run several sessions, one after the other."""
+
 FINISHED: Final = {"finished": True}
-"""The last line of that file, of a session that nothing cut short."""
+"""The last line of a session that nothing cut short."""

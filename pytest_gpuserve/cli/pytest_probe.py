@@ -21,7 +21,7 @@ from ..isolation.judge import BAD, GOOD, Report, Session, judge_session
 from ..isolation.signature import Signature
 from ..shape import OBJECT, parsed
 from ..text import escape
-from ..vocabulary import FINISHED, RESULTS
+from ..vocabulary import FINISHED, RESULTS, STARTED
 from .launches import Seen
 
 if TYPE_CHECKING:
@@ -155,15 +155,18 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _read(path: Path) -> tuple[tuple[Report, ...] | None, bool]:
-    """Its tests, None when the plugin did not report at all, and whether its session came to its end."""
+    """Its tests, None when the plugin did not report at all, and whether each session came to its
+    end."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:
         return None, False
-    found, whole = [], False
+    found: list[Report] = []
+    started = finished = 0
     for line in lines:
         with contextlib.suppress(ValueError):  # torn, or some test wrote there
             entry = parsed(line, OBJECT)
-            whole = whole or entry == FINISHED
+            started += entry == STARTED
+            finished += entry == FINISHED
             found.append(Report.from_json(entry))
-    return tuple(found), whole
+    return tuple(found), 0 < started == finished

@@ -40,7 +40,8 @@ class Report:
     """One test, as plugin/results.py tells it.
 
     Attributes:
-        outcome: passed, failed or skipped; a test that failed in set-up or teardown failed.
+        outcome: passed, failed, skipped or error; a test that failed in set-up, teardown or an attempt before its last
+            failed; one that was not called is no passed one.
         ours: it was skipped by us, not by the project.
         reason: why it was skipped or how it failed, one line of foreign text.
         error: class of the exception.
@@ -149,7 +150,7 @@ def judge_session(session: Session, target: Signature | None) -> Judged:
         return Judged(SKIP, "no test was selected" if not count else f"no test passed: all {count} were skipped")
     if session.code != 0:
         return Judged(SKIP, f"{_code_text(session)}, and no test failed (an error in collection?)")
-    return Judged(GOOD, f"{len(session.passed)} passed")
+    return Judged(GOOD, f"{len({r.nodeid for r in session.passed})} passed{_skipped(session)}")
 
 
 def decided(results: Sequence[Judged], repeat: int) -> Judged | None:
@@ -197,6 +198,11 @@ def _code_text(session: Session) -> str:
         return f"pytest was killed by signal {-session.code}"
     meaning = {2: "interrupted", 3: "internal error", 4: "wrong usage", 5: "no test selected"}.get(session.code)
     return f"pytest ended with exit code {session.code}{f' ({meaning})' if meaning else ''}"
+
+
+def _skipped(session: Session) -> str:
+    count = len({r.nodeid for r in session.reports or () if r.outcome == "skipped"})
+    return f", {count} skipped" if count else ""
 
 
 def _short(reason: str) -> str:

@@ -14,40 +14,54 @@ from typing import Any
 
 import pytest
 
-from ..vocabulary import COLLECTION, FINISHED, RESULTS
+from ..vocabulary import COLLECTION, FINISHED, RESULTS, STARTED
 
 _PACKAGE = Path(__file__).parents[1]
 
 
 class Results:
-    """Joins the three reports of a test into one line; a rerun's earlier attempts do not count."""
+    """Joins the three reports of a test into one line. An attempt that was rerun is a line of its own, failed, and what
+    the test's later attempts may say instead (passed, skipped) is not said."""
 
     def __init__(self, put: Callable[[dict[str, Any]], None], end: Callable[[], None]) -> None:
         self._put_line, self._end_of_lines = put, end
         self._tests: dict[str, dict[str, Any]] = {}
+        self._rerun: set[str] = set()  # their attempt is over, though its teardown may be reported still
+        self._failed: set[str] = set()
         self.cut = False
-        """Ctrl-C or pytest.exit, whose exit code may be 0."""
+        """Ctrl-C, pytest.exit or an internal error, whose exit code may be 0."""
 
     def pytest_keyboard_interrupt(self) -> None:
         self.cut = True
 
+    def pytest_internalerror(self) -> None:
+        self.cut = True
+
     def pytest_runtest_logreport(self, report: pytest.TestReport) -> None:
-        if report.outcome not in ("passed", "failed", "skipped"):  # "rerun": another attempt follows
-            self._tests.pop(report.nodeid, None)
+        if report.when == "setup":
+            self._rerun.discard(report.nodeid)
+        if report.nodeid in self._rerun:
             return
-        entry = self._tests.setdefault(report.nodeid, {"nodeid": report.nodeid, "outcome": "passed", "seconds": 0.0})
+        entry = self._tests.setdefault(report.nodeid, {"nodeid": report.nodeid, "outcome": None, "seconds": 0.0})
         entry["seconds"] = round(entry["seconds"] + report.duration, 3)
-        if report.failed and entry["outcome"] != "failed":
+        rerun = report.outcome not in ("passed", "failed", "skipped")  # "rerun": it failed, another attempt follows
+        if (report.failed or rerun) and entry["outcome"] != "failed":
             entry |= {"outcome": "failed", "reason": _reason(report), "error": _error(report)}
-        elif report.skipped and entry["outcome"] == "passed":
+        elif report.skipped and entry["outcome"] != "failed":
             expected = hasattr(report, "wasxfail")  # failed as it is marked to: the test was run, and tells nothing
             entry |= {"outcome": "skipped", "reason": _reason(report), "ours": not expected and _ours(report)}
+        elif report.when == "call" and entry["outcome"] is None:
+            entry["outcome"] = "passed"
         entry |= {
             name.removeprefix("gpuserve_"): value
             for name, value in report.user_properties
             if name in ("gpuserve_verdict", "gpuserve_phase", "gpuserve_incident")
         }
-        if report.when == "teardown":
+        if rerun:
+            self._rerun.add(report.nodeid)
+        if rerun or report.when == "teardown":
+            if entry["outcome"] is None:  # --setup-only, --setup-plan
+                entry |= {"outcome": "skipped", "reason": "it was set up, and not called"}
             self._write(self._tests.pop(report.nodeid))
 
     def pytest_collectreport(self, report: pytest.CollectReport) -> None:
@@ -57,7 +71,7 @@ class Results:
 
     def pytest_sessionfinish(self) -> None:
         for entry in self._tests.values():  # whose teardown was never reported: a worker crashed, pytest.exit
-            if entry["outcome"] == "passed":
+            if entry["outcome"] in (None, "passed"):
                 entry |= {"outcome": "error", "reason": "the session ended before this test did"}
             self._write(entry)
         self._tests.clear()
@@ -66,6 +80,10 @@ class Results:
     def _write(self, entry: dict[str, Any]) -> None:
         if entry["outcome"] == "failed" and isinstance(entry.get("incident"), str):
             entry |= _failure(entry)
+        if entry["outcome"] == "failed":
+            self._failed.add(entry["nodeid"])
+        elif entry["nodeid"] in self._failed:
+            return
         self._put_line(entry)
 
 
@@ -86,6 +104,7 @@ def register(config: pytest.Config) -> None:
             file.close()
 
         results = Results(put, end)
+        put(STARTED)
         config.pluginmanager.register(results, "gpuserve-results")
 
 

@@ -72,6 +72,15 @@ import pytest
 def test_it(server): pass
 """
 
+FAILS_ONCE = """
+import pathlib, pytest
+def test_it():
+    if not pathlib.Path("ran").exists():
+        pathlib.Path("ran").touch()
+        assert 1 == 2
+    AGAIN
+"""
+
 
 @pytest.mark.parametrize(
     ("text", "arguments", "code", "said"),
@@ -100,6 +109,9 @@ def test_it(server): pass
         (WRONG_GPU, [], 128, "this machine cannot test it"),
         ("def test_it(): pass", ["-n", "1"], 0, "GOOD"),
         (OURS, ["--gpuserve=skip", "-n", "1"], 125, "was skipped by us"),
+        ("def test_it(): assert 0", ["--setup-only"], 125, "no test passed"),
+        ("def test_it(): assert 0", ["--setup-plan"], 125, "no test passed"),
+        ("import pytest\ndef test_it(): pass\ndef test_b(): pytest.skip('x')", [], 0, "1 passed, 1 skipped"),
     ],
 )
 def test_exit_codes(place: Place, text: str, arguments: list[str], code: int, said: str) -> None:
@@ -107,6 +119,44 @@ def test_exit_codes(place: Place, text: str, arguments: list[str], code: int, sa
     assert (found, said in out) == (code, True)
     assert len(place.log) == 1
     assert f"\t{code}\t" in place.log[0]
+
+
+@pytest.mark.parametrize("arguments", [[], ["-n", "1"]])
+@pytest.mark.parametrize("again", ["pass", "pytest.skip('x')", "pytest.xfail('x')"])
+def test_a_failure_that_a_rerun_hides_is_one(place: Place, again: str, arguments: list[str]) -> None:
+    text = cleandoc(FAILS_ONCE).replace("AGAIN", again)
+    code, out = place.judge(text, pytest=[*PYTEST, "--reruns", "1", *arguments])
+    assert (code, "BAD (1): test_it.py::test_it: test (AssertionError)" in out) == (1, True)
+
+
+@pytest.mark.parametrize("arguments", [[], ["-n", "1"]])
+def test_a_rerun_that_hides_nothing(place: Place, arguments: list[str]) -> None:
+    code, out = place.judge("def test_it(): pass", pytest=[*PYTEST, "--reruns", "1", *arguments])
+    assert (code, "GOOD (0): 1 passed\n" in out) == (0, True)
+
+
+def test_an_internal_error_with_a_hidden_exit_code(place: Place) -> None:
+    (place.path / "conftest.py").write_text(
+        "def pytest_runtest_logfinish(nodeid):\n    if nodeid.endswith('test_a'): raise ValueError('x')\n"
+        "def pytest_sessionfinish(session): session.exitstatus = 0\n"
+    )
+    code, out = place.judge("def test_a(): pass\ndef test_b(): assert 0")
+    assert "INTERNALERROR" in out
+    assert (code, "before its session was over" in out) == (125, True)
+
+
+def test_every_session_of_a_command_must_end(place: Place) -> None:
+    wrapper = place.path / "pytest"
+    wrapper.write_text(
+        f"#!{sys.executable}\nimport subprocess, sys\nfor test in ('test_a', 'test_b'):\n"
+        f"    subprocess.run([*{PYTEST!r}, '-k', test, *sys.argv[1:]])\n"
+    )
+    wrapper.chmod(0o755)
+    text = "import os\ndef test_a(): pass\ndef test_b(): END"
+    code, out = place.judge(text.replace("END", "os._exit(0)"), pytest=["./pytest"])
+    assert (code, "before its session was over" in out) == (125, True)
+    code, out = place.judge(text.replace("END", "pass"), pytest=["./pytest"])
+    assert (code, "2 passed" in out) == (0, True)
 
 
 def test_a_hang_is_told_from_other_failures(place: Place) -> None:
