@@ -291,6 +291,14 @@ def test_a_probe_of_the_users(place: Place, kind: str, status: str) -> None:
         assert place.state["target"] == {"verdict": "probe", "phase": None, "roots": ["exit 1"]}
 
 
+def test_a_probe_that_hangs_has_failed(place: Place) -> None:
+    probe = shlex.join([sys.executable, "-c", "import signal; signal.pause()"])
+    options = ["--calibrate", "1", "--one", "--remedies", "0"]
+    done = place.run(*options, "--probe", probe, "--probe-timeout", "1", "--", *SIM, "--overlap", "on")
+    assert "[1] FAILS: hang in serving" in done.stdout
+    assert "The base fails too" in done.stdout
+
+
 @pytest.mark.parametrize(
     ("test", "said"),
     [
