@@ -161,6 +161,7 @@ class Evidence:
         shm_free: bytes free in /dev/shm; ``nccl``: NCCL variables of the server's environment.
         locks, witnesses, progress: see the classes.
         answers: a completion we just sent answered (True), did not (False), or was not sent (None).
+        ready: our own readiness was reached: the server was handed to a test; None: unknown.
         front: what the front end itself answered when no completion came; None: not asked.
         requests: our requests in flight; None when unknown.
         test: node id of the test that was running.
@@ -189,6 +190,7 @@ class Evidence:
     witnesses: tuple[Witness, ...] = ()
     progress: Progress | None = None
     answers: bool | None = None
+    ready: bool | None = None
     front: Front | None = None
     requests: int | None = None
     test: str | None = None

@@ -23,7 +23,7 @@ T = TypeVar("T")
 
 _PLAIN: Final = (
     "reason", "after", "expected", "exits", "server_exit", "engine", "axes", "tp", "gpu_busy", "shm_free", "nccl",
-    "answers", "front", "requests", "test", "flood", "foreign",
+    "answers", "ready", "front", "requests", "test", "flood", "foreign",
 )  # fmt: skip
 
 

@@ -19,8 +19,8 @@ from .wording import judgement
 RULES: tuple[Callable[[Case], Finding | None], ...] = (
     rules_state.exited,
     rules_state.answering,
-    rules_state.hidden_failure,
     rules_state.stopped,
+    rules_state.hidden_failure,
     rules_state.flooding,
     rules_state.spinning,
     rules_state.moving,

@@ -22,6 +22,7 @@ from ..diagnose.roles import rank_in
 from ..engines.base import Engine, ProcessRole, Rank
 from ..server import inflight
 from ..server.control import Control
+from ..server.lifecycle import READY
 from ..server.record import ServerRecord
 from ..watch.exits import NAME as EXITS
 from . import logs
@@ -286,6 +287,7 @@ class Scene:
             witnesses=self.witnesses,
             progress=seen,
             answers=self.answers,
+            ready=(record.directory / READY).exists(),
             front=self.front,
             requests=requests_in_flight(record.directory),
             test=self.test,

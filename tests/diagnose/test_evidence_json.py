@@ -43,6 +43,7 @@ WHOLE = Evidence(
     witnesses=(Witness("RAS", "says", ("TP1",), "nccl"),),
     progress=Progress("hung", 60.0, 45.0, "log", ("(CPU)",), ({"at": 1.0},)),
     answers=False,
+    ready=True,
     requests=2,
     test="t::x",
 )

@@ -95,7 +95,10 @@ def test_a_flood_is_no_answer_to_our_probe(record: ServerRecord, monkeypatch: py
     """A line a second may be what our question called forth; a megabyte a second is not."""
     found = scene(record, monkeypatch, Progress("moving", 0.5, 45.0, "log", ("log",)))
     monkeypatch.setattr(logs, "flood", lambda path, since: "noise")
+    assert not found.evidence(found.merged).ready
+    (record.directory / "ready").touch()
     evidence = found.evidence(found.merged)
+    assert evidence.ready
     assert evidence.progress
     assert (evidence.flood, evidence.progress.still) == ("noise", 0.5)
 
