@@ -264,6 +264,10 @@ def symmetric(case: Case) -> Finding | None:
     kind = case.kind(entries[0])
     signature = by_id().get(entries[0].signature or "")
     layer, words, facts = _layer(case, entries, signature)
+    advice = ""
+    if layer == "ipc" and kind == "idle" and not _asked(case):  # then no message is lost, whatever idles so
+        layer, signature, advice = "", None, "The stacks of the front end say what it waits for."
+        words = "look at the front end: the ranks wait for work, and no request of ours is known to be on its way"
     if len(case.ranks) == 1 and kind == "other" and not case.spinning:
         if not case.suspected and case.evidence.answers is None:
             return None
@@ -278,6 +282,7 @@ def symmetric(case: Case) -> Finding | None:
         "hang",
         words if alone else "",
         signature=signature,
+        advice=advice,
         layer=layer,
         facts=facts,
         confidence=0.75 if case.suspected else 0.6,
@@ -289,6 +294,14 @@ _LOST = {
     "healthy": ": GET /health answers 200 while tokens stand still",
     "responds": ": the front end answers other requests while tokens stand still",
 }
+
+
+def _asked(case: Case) -> bool:
+    """A request of ours is in flight; one that we sent to a server that was never ready proves nothing."""
+    evidence = case.evidence
+    return bool(evidence.requests or evidence.reason == "request_timeout") or (
+        evidence.answers is False and evidence.ready is not False
+    )
 
 
 def _layer(

@@ -19,6 +19,8 @@ from .proc_facts import exit_words
 from .signatures import by_id, last_name
 
 GB = 1e9
+_STILL = 2.0
+"""Seconds up to which nothing is said of stillness: the watcher's samples are up to a second apart."""
 
 _DRAFT = re.compile(r"(?i)eagle|draft|spec_?dec|speculat|spec_util|mtp|ngram|medusa|verify_tree|spec_worker")
 _SPEC_NAMES = {"eagle": "EAGLE", "eagle3": "EAGLE-3", "mtp": "MTP", "ngram": "n-gram speculation"}
@@ -89,7 +91,7 @@ def _text(case: Case, finding: Finding, place: Reached | None) -> str:
     if place and finding.verdict not in ("ready",):
         head += f" {'past' if place.over else 'in'} {place.phase}"
     progress = None if evidence.flood else evidence.progress  # what moves there is one line
-    if finding.verdict == "hang" and progress and progress.still is not None:
+    if finding.verdict == "hang" and progress and (progress.still or 0.0) > _STILL:
         head += f" after {progress.still:.0f} s without progress"
     elif evidence.after is not None and finding.verdict in ("hang", "slow", "undecided"):
         head += f" after {evidence.after:.0f} s"
@@ -281,7 +283,7 @@ def _ruled_out(case: Case, finding: Finding) -> list[tuple[str, str]]:
         found.append((name, "no draft frame in any stack"))
     progress = case.evidence.progress
     if finding.verdict == "hang":
-        if progress and progress.still is not None and not case.evidence.flood:
+        if progress and (progress.still or 0.0) > _STILL and not case.evidence.flood:
             found.append(("slow", f"nothing moved for {progress.still:.0f} s"))
         elif len(case.evidence.rounds) > 1 and not case.compilers:
             found.append(("a running build", "no compiler below the server used CPU between the rounds"))
@@ -303,7 +305,7 @@ def _facts(case: Case, finding: Finding) -> list[tuple[str, str]]:
         if place.by is not None and label in finding.culprits:
             found.append((f"{label} is in {place.phase}: it is inside {place.by.name}", "stack"))
     progress = case.evidence.progress
-    if progress and progress.still is not None:
+    if progress and progress.still is not None and progress.still > _STILL:
         found.append((f"nothing moved for {progress.still:.0f} s; last: {progress.last or 'unknown'}", "watcher"))
     found.extend(
         (f"{claim.claim}", claim.source) for claim in case.witnesses if (claim.claim, claim.source) not in found

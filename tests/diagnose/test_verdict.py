@@ -240,6 +240,24 @@ def test_an_error_of_one_rank_hidden_by_the_others_wait(dumps):
     assert (found.verdict, found.culprits) == ("crash", ("TP2",))
 
 
+def test_an_error_that_a_server_outlived_is_a_fact_and_no_verdict(dumps):
+    """It answered a request with 400, printed the traceback, served on, and hangs: every process lives."""
+    fact = LogFact("ValueError: max_tokens must be at least 1, got 0", "server.log, line 31", "config")
+    alone = [dumps.dump("worker", dumps.ELSEWHERE)]
+    found = hung(alone, expected=(), log=(fact,), ready=True, answers=False)
+    assert found.verdict == "hang"
+    assert (fact.claim, fact.witness) in found.facts
+    assert hung(alone, expected=(), log=(fact,), ready=False).verdict == "config"
+    died = (Departure("engine_core", 9, 1.0, 1),)
+    assert hung(alone, expected=(), log=(fact,), ready=True, departures=died).verdict == "config"
+
+
+def test_a_stopped_rank_outranks_an_error_in_the_log(dumps):
+    members = [dumps.dump(n, dumps.COLLECTIVE, state="T" if n == 1 else "S") for n in range(4)]
+    found = hung(members, log=(LogFact("RuntimeError: retried", "log line 7", "crash", "TP2"),))
+    assert (found.verdict, found.culprits) == ("hang", ("TP1",))
+
+
 def test_a_stopped_rank_outranks_the_stacks_also_at_tp_2(dumps):
     members = [dumps.dump(0, dumps.COLLECTIVE), dumps.dump(1, dumps.ELSEWHERE, state="T", pid=77)]
     found = hung(members)
@@ -369,6 +387,25 @@ def test_a_lost_message_is_not_a_rank(dumps):
     found = hung(members, requests=1)
     assert (found.verdict, found.culprits) == ("hang", ())
     assert "was lost" in found.text
+
+
+def test_nothing_is_lost_before_anything_was_asked(dumps):
+    """A front end that is deaf before it is ready: the completion that we try is not in flight."""
+    members = [dumps.dump("engine_core", dumps.ENGINE_IDLE), *dumps.same(4, dumps.IDLE_WORKER)]
+    for asked in ({"answers": False, "ready": False}, {"requests": 0}):
+        found = hung(members, **asked)
+        assert found.verdict == "hang"
+        assert "was lost" not in found.text
+        assert "look at the front end" in found.text
+    assert "was lost" in hung(members, answers=False, ready=True).text
+
+
+def test_no_time_at_all_is_no_stillness(dumps):
+    seen = Progress("suspect", still=0.2, window=30.0)
+    found = hung(dumps.same(4, dumps.IDLE_WORKER), reason="request_timeout", requests=1, progress=seen, after=12.0)
+    assert "without progress" not in found.text
+    assert "nothing moved" not in str((found.ruled_out, found.facts))
+    assert found.text.startswith("hang after 12 s")
 
 
 def test_symmetric_spinning_gpus(dumps):
