@@ -24,6 +24,7 @@ from ..server import inflight
 from ..server.control import Control
 from ..server.lifecycle import READY
 from ..server.record import ServerRecord
+from ..vocabulary import LOG_LIMIT
 from ..watch.exits import NAME as EXITS
 from . import logs
 
@@ -222,7 +223,9 @@ class Scene:
     server_exit: int | None = None
     log_size: int | None = None  # bytes, when the incident began
     before: Progress | None = None  # what the watcher had seen when the incident began
-    flood: str = ""  # the line that the log repeats without end
+    responds: bool = False  # one of its pages was answered, with a status of any kind
+    waits: bool | None = None  # the test's process waits for an answer; None: cannot be seen
+    flood: str = ""  # the line that the log repeats without end, of a server that does nothing else
     began: float = 0.0  # CLOCK_MONOTONIC seconds
     _locks: tuple[int, tuple[LockFact, ...]] = (0, ())
 
@@ -242,6 +245,14 @@ class Scene:
         busy = [m for m in merged.members if (m.cpu or 0) > 0.05 or (m.read or 0) > 1e6]
         return not merged.moving and not busy
 
+    def _serves(self, seen: Progress | None) -> bool:
+        """It answers, whatever it prints: pages, where no completion can be asked for and nobody waits in vain, or
+        tokens come behind which our question has to wait."""
+        if self.answers is None:
+            return self.responds and (self.waits is False or self.reason == LOG_LIMIT)
+        moving = seen.moving if seen is not None and seen.state == "moving" else ()
+        return self.answers or (self.responds and any(sign != "log" and not sign.startswith("(") for sign in moving))
+
     def locks(self, merged: Merged) -> tuple[LockFact, ...]:
         """Looked for once a round, since a loop that polls is traced for that."""
         number, found = self._locks
@@ -259,8 +270,9 @@ class Scene:
         wanted = expected(record, labels)
         seen = progress(record.directory)
         since, before = time.monotonic() - self.began, self.before
-        self.flood = logs.flood(record.log, self.log_size)
-        if seen and before and not self.flood and seen.last == "log" and (seen.still or 0.0) < since:
+        line = logs.flood(record.log, self.log_size)
+        self.flood = "" if self._serves(seen) else line
+        if seen and before and not line and seen.last == "log" and (seen.still or 0.0) < since:
             # a line that our own question called forth (SGLang 0.5.12 warns when a probe hangs up) is no progress
             seen = replace(before, still=(before.still or 0.0) + since)
         if seen is not None and seen.state == "moving" and self.still(merged):

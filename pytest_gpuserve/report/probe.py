@@ -42,13 +42,15 @@ _CLIENT_FILES = (
 @dataclass(frozen=True, slots=True)
 class Probe:
     """``answers``: tokens came; None: no completion could be asked for. ``reachable``: anything answered over HTTP.
-    ``front``: what the front end itself does, where no tokens came."""
+    ``front``: what the front end itself does, where no tokens came. ``responds``: one of the pages was answered, with a
+    status of any kind."""
 
     answers: bool | None
     reachable: bool
     how: str
     seconds: float
     front: Front | None = None
+    responds: bool = False
 
 
 def ask(record: ServerRecord, engine: Engine | None, limit: float = 3.0) -> Probe:
@@ -86,7 +88,8 @@ def ask(record: ServerRecord, engine: Engine | None, limit: float = 3.0) -> Prob
         health, root = (page.get() for page in pages)
         front = _front(record, health, root)
         how += f"; GET {HEALTH}: {f'status {health}' if health else 'no answer'}"
-    return Probe(answers, reachable, how, time.monotonic() - began, front)
+    responds = status is not None or any(page.get() is not None for page in pages)
+    return Probe(answers, reachable, how, time.monotonic() - began, front, responds)
 
 
 def _pages(record: ServerRecord, asked: _Asked, limit: float) -> list[_Asked]:

@@ -95,7 +95,6 @@ class Taking:
         self._stacks = StackRounds(record, self._engine, self._stores, self._began)
         self._around = Surroundings(record, self._engine, self._environment, self._stores, self._redactor)
         self._probe: Probe | None = None
-        self._waits: bool | None = None
         self._problems: list[str] = []
         self._lock = threading.Lock()
         self._done = False
@@ -131,7 +130,8 @@ class Taking:
             self._probe = probe.get(self._patience + 0.5)
             if self._probe is not None:
                 scene.answers, scene.front = self._probe.answers, self._probe.front
-        self._waits = test_waits(
+                scene.responds = self._probe.responds
+        scene.waits = test_waits(
             self._stacks.owner, record.owner.pid, record.port, gather.requests_in_flight(record.directory)
         )
         merged = scene.merged
@@ -308,7 +308,7 @@ class Taking:
             self._stores.write("stacks.txt", incident_text.stacks_text(merged, scene.rounds, self._stacks.owner))
             content = {
                 **incident_json.head(scene, self._began),
-                **incident_json.body(words, self._probe, self._waits, self._redactor.environment(self._environment)),
+                **incident_json.body(words, self._probe, scene.waits, self._redactor.environment(self._environment)),
                 "complete": complete,
                 "seconds": round(time.monotonic() - self._began, 2),
             }
@@ -329,7 +329,7 @@ class Taking:
             broken=tuple(dict.fromkeys(broken)),
             answers=self._scene.answers,
             reachable=self._probe.reachable if self._probe else None,
-            test_waits=self._waits,
+            test_waits=self._scene.waits,
             flood=bool(self._scene.flood),
             verdict=judgement.verdict,
         )

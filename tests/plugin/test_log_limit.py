@@ -21,6 +21,8 @@ SERVER = """
         def do_GET(self):
             if self.path == "/talk":
                 threading.Thread(target=print_for_ever, args=([b"a", b"few", b"words"],), daemon=True).start()
+            if self.path == "/repeat":
+                threading.Thread(target=print_for_ever, args=([b"again"],), daemon=True).start()
             self.send_response(200)
             self.end_headers()
 
@@ -49,6 +51,13 @@ TESTS = """
         while not any(entry["kill"] is not None for entry in server.incidents()):
             time.sleep(0.1)
         assert server.get("/").status_code == 200
+
+    @mark("repeats")
+    def test_repeats(server):
+        server.get("/repeat")
+        while server.control.last("spared", "killing") is None:
+            time.sleep(0.1)
+        assert server.get("/").status_code == 200
 """
 
 
@@ -62,7 +71,7 @@ def run(new_project: Callable[[], Any]) -> Any:
 
 def test_one_line_for_ever_is_a_hang_that_names_the_line_and_the_option(run: Any) -> None:
     """Long before the start-up budget of half an hour is over."""
-    run.result.assert_outcomes(passed=1, errors=1)
+    run.result.assert_outcomes(passed=2, errors=1)
     run.result.stdout.re_match_lines_random(
         [
             r".*was ended \(log_limit\), .* before it was ready",
@@ -79,9 +88,16 @@ def test_a_long_log_ends_nothing_and_is_told(run: Any) -> None:
     run.assert_nothing_left()
 
 
+def test_who_answers_while_it_prints_one_line_for_ever_is_spared_and_does_not_hang(run: Any) -> None:
+    written = [json.loads((path / "incident.json").read_text()) for path in run.incidents()]
+    (found,) = [one for one in written if one["test"] == "test_log.py::test_repeats"]
+    assert found["verdict"] != "hang"
+    assert not found["kill"]
+
+
 def test_the_test_in_progress_is_told_in_the_incident(run: Any) -> None:
     tests = {json.loads((path / "incident.json").read_text())["test"] for path in run.incidents()}
-    assert tests == {"test_log.py::test_stuck", "test_log.py::test_chatty"}
+    assert tests == {f"test_log.py::test_{name}" for name in ("stuck", "chatty", "repeats")}
 
 
 @pytest.mark.parametrize("value", ["-1", "1.5", "1GB"])

@@ -17,6 +17,7 @@ from pytest_gpuserve.diagnose.evidence import Departure, Progress
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.engines.base import Rank
 from pytest_gpuserve.report import gather, log_parts, logs
+from pytest_gpuserve.report.blame import Witnesses, decide
 from pytest_gpuserve.server.record import ServerRecord, boot_id
 from pytest_gpuserve.spec import ServerSpec
 
@@ -101,6 +102,43 @@ def test_a_flood_is_no_answer_to_our_probe(record: ServerRecord, monkeypatch: py
     assert evidence.ready
     assert evidence.progress
     assert (evidence.flood, evidence.progress.still) == ("noise", 0.5)
+
+
+TOKENS = Progress("moving", 0.1, 45.0, "tokens", ("tokens", "log"))
+LOG = Progress("moving", 0.1, 45.0, "log", ("log", "(CPU of TP0)"))
+
+
+@pytest.mark.parametrize(
+    ("reason", "seen", "progress", "spared"),
+    [
+        ("log_limit", {"responds": True}, LOG, True),
+        ("log_limit", {"responds": False}, LOG, False),
+        ("test_timeout", {"responds": True, "waits": False}, LOG, True),
+        ("test_timeout", {"responds": True, "waits": True}, LOG, False),
+        ("test_timeout", {"responds": True, "waits": None}, LOG, False),
+        ("log_limit", {"responds": True, "answers": False}, TOKENS, True),
+        ("log_limit", {"responds": True, "answers": False}, LOG, False),
+        ("log_limit", {"responds": False, "answers": False}, TOKENS, False),
+    ],
+)
+def test_who_answers_while_one_line_repeats_does_not_hang(
+    record: ServerRecord,
+    monkeypatch: pytest.MonkeyPatch,
+    reason: str,
+    seen: dict[str, bool | None],
+    progress: Progress,
+    spared: bool,
+) -> None:
+    found = scene(record, monkeypatch, progress)
+    found.reason = reason
+    for name, value in seen.items():
+        setattr(found, name, value)
+    monkeypatch.setattr(logs, "flood", lambda path, since: "noise")
+    evidence = found.evidence(found.merged)
+    assert evidence.flood == ("" if spared else "noise")
+    assert evidence.progress
+    assert evidence.progress.last == progress.last  # the line is no echo of our question
+    assert decide("log_limit", Witnesses(answers=found.answers, flood=bool(found.flood))).kill is not spared
 
 
 def test_tokens_that_move_are_progress_whenever_they_do(record: ServerRecord, monkeypatch: pytest.MonkeyPatch) -> None:
