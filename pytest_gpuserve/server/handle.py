@@ -15,6 +15,7 @@ from typing import TYPE_CHECKING, Any
 from ..engines.base import Engine
 from ..errors import ServerError, ServerExitedError, ServerHungError
 from ..spec import ServerSpec
+from ..text import escape
 from .control import Control, Event, SupervisorGoneError
 from .inflight import Requests
 from .ports import Port
@@ -273,10 +274,13 @@ class Server:
 
     @property
     def phases(self) -> dict[str, RankPhase]:
-        """The phase of every rank, by label, read from the log."""
+        """The phase of every rank, by label, read from the log; empty once the server has renamed or removed that."""
         from ..phases.reader import read_phases
 
-        return dict(read_phases(self.log_path, self._engine.grammar))
+        try:
+            return dict(read_phases(self.log_path, self._engine.grammar))
+        except OSError:
+            return {}
 
     def assert_phase(self, phase: Phase, *, max_s: float) -> dict[str, float]:
         """Seconds of ``phase`` by rank, such as ``{"TP0": 34.0}``, from the log; none may be above ``max_s``.
@@ -354,6 +358,7 @@ class Server:
         Raises:
             ServerError: the server has ended, or no incident came out.
         """
+        reason = escape(reason)  # no argument of a program may have a NUL
         before, known = len(self.control.events()), len(self.incidents())
         self.control.fire(reason, self._incident(self.directory, reason), self._dump_limit, kill=False)
         self.control.wait(

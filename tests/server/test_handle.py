@@ -254,6 +254,18 @@ def test_dump(serve: Any, incidents: Incidents) -> None:
     assert [entry["reason"] for entry in server.incidents()] == ["manual"]
 
 
+def test_a_reason_that_no_argument_can_hold(serve: Any, incidents: Incidents) -> None:
+    server = serve(incident=incidents)
+    server.dump("a\0b")
+    assert incidents.reasons[-1] == r"a\x00b"
+
+
+def test_a_log_that_its_server_removed_tells_no_phases(serve: Any) -> None:
+    server = serve("remove-log")
+    assert server.phases == {}
+    assert server.get("/health").status_code == 200
+
+
 def test_a_dump_without_an_incident(serve: Any) -> None:
     server = serve()
     with pytest.raises(ServerError, match="no incident was written"):
