@@ -198,6 +198,21 @@ def answering(case: Case) -> Finding | None:
     )
 
 
+def resumed(case: Case) -> Finding | None:
+    """Nothing moved when its stacks were asked for; since then it has given its answers."""
+    evidence, progress = case.evidence, case.evidence.progress
+    if evidence.reason != "no_progress" or evidence.answers is False or evidence.requests:
+        return None
+    if progress is None or progress.state != "idle":
+        return None
+    return Finding(
+        "ready",
+        "it answered while its stacks were taken: no request is in flight any more",
+        confidence=0.8,
+        facts=(("no request is in flight any more", "watcher"),),
+    )
+
+
 def _stuck(case: Case) -> str:
     """What a healthy server says of a test that did not end in time; one that only asked for a dump did nothing."""
     test, late = case.evidence.test, case.suspected or case.evidence.reason == "session_deadline"

@@ -22,6 +22,7 @@ RULES: tuple[Callable[[Case], Finding | None], ...] = (
     rules_state.stopped,
     rules_state.hidden_failure,
     rules_state.flooding,
+    rules_state.resumed,
     rules_state.spinning,
     rules_state.moving,
     rules_state.nothing_asked,

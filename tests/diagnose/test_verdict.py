@@ -16,6 +16,7 @@ from pytest_gpuserve.diagnose.verdict import judge
 from pytest_gpuserve.engines.base import Rank
 from pytest_gpuserve.gpu import Gpu
 from pytest_gpuserve.phases.reader import RankPhase
+from pytest_gpuserve.report.blame import Witnesses, decide
 
 DATA = Path(__file__).parent.parent / "data"
 HUNG = Progress("hung", still=41.0, window=30.0, last="log")
@@ -745,6 +746,26 @@ def test_who_ended_by_the_way_is_no_crash_of_a_server_that_lives(dumps):
     lost = (Departure("TP1", 5, 1.0, -9),)
     found = judge(Evidence(rounds=[members[:2]], departures=lost, requests=0))
     assert (found.verdict, found.culprits) == ("crash", ("TP1",))
+
+
+@pytest.mark.parametrize(
+    ("change", "verdict"),
+    [
+        ({}, "ready"),
+        ({"requests": None}, "ready"),
+        ({"requests": 1}, "hang"),
+        ({"answers": False}, "hang"),
+        ({"progress": Progress("hung", still=20.0, window=6.0)}, "hang"),
+    ],
+)
+def test_who_answers_while_its_stacks_are_taken_does_not_hang(dumps, change, verdict):
+    """Nothing of it had moved for too long; then its answer came, and nobody has asked for anything since."""
+    idle = Progress("idle", still=0.0, window=6.0, last="idle")
+    evidence = Evidence(reason="no_progress", rounds=[dumps.same(2, dumps.ELSEWHERE)], progress=idle, requests=0)
+    found = judge(replace(evidence, **change))
+    assert found.verdict == verdict
+    assert ("it answered while its stacks were taken" in found.text) is (verdict == "ready")
+    assert decide("no_progress", Witnesses(verdict=found.verdict)).kill is (verdict == "hang")
 
 
 def test_one_line_over_and_over_is_a_hang(dumps):
