@@ -76,7 +76,7 @@ def run(arguments: argparse.Namespace) -> int:
     from .explain_dumps import dumps_of
     from .explain_dumps import run as explain_dumps
 
-    dumps = {name: found for name, path in zip(arguments.files, paths, strict=True) if (found := dumps_of(path))}
+    dumps = {name: found for name in arguments.files if (found := dumps_of(name))}
     if not dumps:
         return _logs(arguments)
     logs = [name for name in arguments.files if name not in dumps]
@@ -108,7 +108,7 @@ def _logs(arguments: argparse.Namespace) -> int:
     if found.verdict in ("stalled", "undecided"):  # what the log leaves open, stacks in it may decide
         from .explain_dumps import judged, quoted_in, show
 
-        stacks = [dump for name in arguments.files for dump in quoted_in(Path(name))]
+        stacks = [dump for name in arguments.files for dump in quoted_in(name)]
         judgement = judged(stacks, found) if stacks else None
         if judgement is not None and judgement.verdict != "undecided":
             return show(stacks, judgement, arguments)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import errno
+import io
 import json
 import os
 import re
@@ -15,6 +15,7 @@ from typing import Final
 from .. import foreign
 from ..diagnose import parse
 from ..diagnose.evidence import Evidence, LogFact
+from ..diagnose.logfile import CHUNK, DAMAGE, MOST, Readable, unpacked
 from ..diagnose.merge import merge
 from ..diagnose.model import Judgement, ProcessDump
 from ..diagnose.triage import Triage
@@ -36,37 +37,57 @@ _JSON: Final = re.compile(rb"\[\{\"pid\"|\"frames\": ?\[")
 _FATAL: Final = frozenset({"crash", "oom", "config", "unsupported_arch", "port", "leak", "infra"})
 
 
-def dumps_of(path: Path) -> list[ProcessDump]:
-    """The stacks in a file; none when it does not look like a dump, or has the time stamps of an engine's log: that may
-    quote a stack, too.
+def dumps_of(name: str) -> list[ProcessDump]:
+    """The stacks in a file, unpacked, or in a pipe; none when it does not look like a dump, or has the time stamps of
+    an engine's log: that may quote a stack, too.
 
     Raises:
-        GpuserveError: it is too large for a dump.
+        GpuserveError: it is too large for a dump, or as :func:`unpacked`.
     """
     try:
-        head = foreign.beginning(path, _HEAD)
-        sure = _JSON.search(head) is not None
-        if not (sure or _SIGNS.search(head)) or any(clock.search(head) for clock in _clocks()):
+        with unpacked(name) as file:
+            text = head = _read(file, _HEAD)
+            sure = _JSON.search(head) is not None
+            if not (sure or _SIGNS.search(head)) or any(clock.search(head) for clock in _clocks()):
+                return []
+            text += _read(file, foreign.MOST_JSON + 1 - len(head))
+    except (OSError, *DAMAGE):  # said where it is read as a log
+        return []
+    if len(text) > foreign.MOST_JSON:
+        if not sure and not parse.read_dumps(head.decode(errors="replace")):
             return []
-        text = foreign.whole(path)
-    except OSError as error:
-        if error.errno == errno.EFBIG and (sure or parse.read_dumps(head.decode(errors="replace"))):
-            raise GpuserveError(
-                f"{one_line(str(path))} looks like a stack dump, and {error.strerror}: give the part that matters."
-            ) from None
-        return []
-    return parse.read_dumps(text.decode(errors="replace"), source=path.name)
+        raise GpuserveError(
+            f"{one_line(name)} looks like a stack dump, and it is larger than {foreign.MOST_JSON >> 20} MiB: "
+            f"give the part that matters."
+        )
+    return parse.read_dumps(text.decode(errors="replace"), source=Path(name).name)
 
 
-def quoted_in(path: Path) -> list[ProcessDump]:
+def quoted_in(name: str) -> list[ProcessDump]:
     """The stacks that the end of a log holds: an engine's watchdog prints those of every rank before it gives up."""
+    text = bytearray()
     try:
-        with foreign.opened(path) as file:
-            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
-            text = file.read(_TAIL)
-    except OSError:
+        with unpacked(name) as file:
+            if isinstance(file, (io.BufferedReader, io.BufferedRandom)) and file.seekable():
+                file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            left = MOST
+            while left > 0 and (piece := file.read(min(CHUNK, left))):
+                left -= len(piece)
+                text += piece
+                if len(text) > 4 * _TAIL:
+                    del text[:-_TAIL]
+    except (OSError, *DAMAGE):
         return []
-    return parse.read_dumps(text.decode(errors="replace"), source=path.name) if _SIGNS.search(text) else []
+    del text[:-_TAIL]
+    return parse.read_dumps(text.decode(errors="replace"), source=Path(name).name) if _SIGNS.search(text) else []
+
+
+def _read(file: Readable, most: int) -> bytes:
+    """At most so much: an unpacker gives it piece by piece."""
+    text = bytearray()
+    while len(text) < most and (piece := file.read(min(CHUNK, most - len(text)))):
+        text += piece
+    return bytes(text)
 
 
 def _clocks() -> Iterator[re.Pattern[bytes]]:

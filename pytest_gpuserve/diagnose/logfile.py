@@ -1,4 +1,5 @@
-"""Logs as streams of bytes, whatever they are packed in: plain, .gz, .bz2, .xz, .zst, or standard input."""
+"""Logs as streams of bytes, whatever they are packed in: plain, .gz, .bz2, .xz, .zst, UTF-16, or a pipe that we were
+handed (standard input, ``<(...)`` of a shell)."""
 
 from __future__ import annotations
 
@@ -7,15 +8,21 @@ import gzip
 import io
 import lzma
 import os
+import re
+import select
 import shutil
 import subprocess
 import sys
+import tempfile
+import time
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import cache
 from importlib import import_module
-from typing import Any, BinaryIO, Final, Protocol
+from pathlib import Path
+from typing import Any, BinaryIO, Final, Protocol, TextIO
 
 from .. import foreign
 from ..errors import GpuserveError
@@ -30,6 +37,10 @@ MOST: Final = 4 << 30
 LARGEST: Final = 16 << 30
 """Bytes of a plain log that is read at all: lines are counted in what is left out."""
 
+PATIENCE: Final = 60.0
+"""Seconds that a pipe other than standard input has to end: at a terminal somebody would wait in vain."""
+
+_HANDED: Final = re.compile(r"/dev/stdin|/dev/fd/\d+|/proc/self/fd/\d+")
 _UNPACKER: Final = 256 << 20
 """Bytes that .xz may ask for as its dictionary: ``xz -9`` asks for 64 MiB."""
 
@@ -39,10 +50,11 @@ _MAGIC: tuple[tuple[bytes, str], ...] = (
     (b"\xfd7zXZ\x00", "xz"),
     (b"BZh", "bzip2"),
 )
-_DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
+_UTF16 = (b"\xff\xfe", b"\xfe\xff")
+DAMAGE = (EOFError, zlib.error, lzma.LZMAError, gzip.BadGzipFile)
 
 
-class _Readable(Protocol):
+class Readable(Protocol):
     def read(self, size: int, /) -> bytes: ...
 
 
@@ -79,12 +91,12 @@ class LogFile:
             LogError: no such file, no regular one, not readable, or packed in a way that cannot be unpacked here.
         """
         try:
-            with _opened(self.name) as stream:
-                if self.name != "-" and isinstance(stream, io.BufferedReader) and stream.seekable():
+            with unpacked(self.name) as stream:
+                if isinstance(stream, io.BufferedReader) and stream.seekable():
                     yield from self._plain(stream, most)
                 else:
                     yield from self._stream(stream)
-        except _DAMAGE as error:
+        except DAMAGE as error:
             self.problem = f"{self.name} is damaged or incomplete ({error}): only what could be unpacked was read"
         except OSError as error:
             raise LogError(f"{self.name} cannot be read: {error.strerror or error}.") from None
@@ -97,7 +109,7 @@ class LogFile:
             self.problem = f"{self.name} is longer than {MOST >> 30} GiB: its beginning and its end were read"
         yield from _ends(file, min(most or MOST, MOST))
 
-    def _stream(self, stream: _Readable) -> Iterator[bytes]:
+    def _stream(self, stream: Readable) -> Iterator[bytes]:
         left = MOST
         while left > 0 and (chunk := stream.read(min(CHUNK, left))):
             left -= len(chunk)
@@ -122,12 +134,15 @@ def _ends(file: io.BufferedReader, most: int) -> Iterator[bytes | Gap]:
 
 
 @contextmanager
-def _opened(name: str) -> Iterator[_Readable]:
-    if name == "-":
-        yield sys.stdin.buffer
-        return
+def unpacked(name: str) -> Iterator[Readable]:
+    """Its content from the start, each time: a pipe is read once, and kept.
+
+    Raises:
+        LogError: as :meth:`LogFile.chunks`.
+        OSError: it cannot be read; one of :data:`DAMAGE` while it is read: it is damaged.
+    """
     try:
-        raw = foreign.opened(name)
+        raw = _kept(name) or foreign.opened(name)
     except FileNotFoundError:
         raise LogError(f"{name}: there is no such file.") from None
     except IsADirectoryError:
@@ -149,8 +164,65 @@ def _opened(name: str) -> Iterator[_Readable]:
         elif kind == "zstandard":
             with _zstandard(name, raw) as stream:
                 yield stream
+        elif head.startswith(_UTF16):
+            yield _Utf16(raw)
         else:
             yield raw
+
+
+def _kept(name: str) -> BinaryIO | None:
+    """What came through a pipe that we were handed; None: ``name`` is none."""
+    if name == "-":
+        if sys.stdin is None:
+            raise LogError("standard input is closed: name a file, or give it one (gpuserve explain - < FILE).")
+        spool = _spooled(sys.stdin)
+    elif _HANDED.fullmatch(name) and Path(name).is_fifo():
+        spool = _spooled(name, Path(name).stat().st_ino)
+    else:
+        return None
+    os.lseek(spool, 0, os.SEEK_SET)
+    return open(os.dup(spool), "r+b")  # no BufferedReader: its size is not the log's, where it was cut
+
+
+@cache
+def _spooled(source: str | TextIO, inode: int = 0) -> int:
+    """Descriptor of what a pipe held up to its end, or :data:`MOST` of it: whoever reads it again finds it there.
+    ``inode`` tells two pipes of one name apart."""
+    with tempfile.TemporaryFile() as spool:
+        if isinstance(source, str):
+            with open(os.open(source, os.O_RDONLY | os.O_NONBLOCK | os.O_CLOEXEC), "rb", buffering=0) as pipe:
+                _copy(_patient(pipe, source), spool)
+        else:
+            _copy(source.buffer.read, spool)
+        return os.dup(spool.fileno())
+
+
+def _copy(read: Callable[[int], bytes | None], spool: BinaryIO) -> None:
+    left = MOST + 1
+    while left > 0 and (chunk := read(min(CHUNK, left))):
+        left -= spool.write(chunk)
+    spool.flush()
+
+
+def _patient(pipe: io.RawIOBase, name: str) -> Callable[[int], bytes | None]:
+    end = time.monotonic() + PATIENCE
+
+    def read(size: int) -> bytes | None:
+        if not select.select([pipe], [], [], max(0.0, end - time.monotonic()))[0]:
+            raise LogError(f"{name} did not end within {PATIENCE:g} s: write it to a file, and name that.")
+        return pipe.read(size)
+
+    return read
+
+
+class _Utf16:
+    """As UTF-8: what a shell of Windows writes."""
+
+    def __init__(self, raw: BinaryIO) -> None:
+        self._text = io.TextIOWrapper(raw, "utf-16", errors="replace", newline="")
+
+    def read(self, size: int, /) -> bytes:
+        return self._text.read(max(1, size // 4)).encode(errors="replace")  # a character has at most 4 bytes
 
 
 class _Xz:
@@ -175,7 +247,7 @@ class _Xz:
 
 
 @contextmanager
-def _zstandard(name: str, raw: BinaryIO) -> Iterator[_Readable]:
+def _zstandard(name: str, raw: BinaryIO) -> Iterator[Readable]:
     """The standard library's reader (Python 3.14), else an installed one, else the zstd program."""
     for module in ("compression.zstd", "backports.zstd", "zstandard"):
         try:

@@ -153,6 +153,85 @@ def test_standard_input(capsys, monkeypatch):
     assert "cause     -:5 TP1" in capsys.readouterr().out
 
 
+STACKS = Path(__file__).parent.parent / "data" / "stacks"
+DUMPS = ("recorded_vllm_filelock.txt", "pystack.txt", "gdb_bt.txt", "pyspy_json_pretty.json")
+
+
+def explained(*arguments: str, piped: bool = False, **options: object) -> tuple[int, str]:
+    """Exit code and output, of a process with a standard input of its own."""
+    command = [sys.executable, "-m", "pytest_gpuserve.cli", "explain", *arguments]
+    if piped:
+        command = ["bash", "-c", 'exec "${@:2}" <(exec cat "$1")', "bash", arguments[-1], *command[:-1]]
+    done = subprocess.run(command, capture_output=True, timeout=120, check=False, **options)
+    return done.returncode, (done.stdout + done.stderr).decode()
+
+
+@pytest.mark.parametrize("name", DUMPS)
+def test_stacks_are_known_however_they_come(name, tmp_path):
+    path = STACKS / name
+    expected, text = explained(str(path))
+    assert text.startswith(("hang", "undecided", "slow"))
+    said = text.replace(name, "")
+    packs = {"gz": gzip.compress, "bz2": bz2.compress, "xz": lzma.compress}
+    for ending, packed in {**packs, "utf16": lambda data: data.decode().encode("utf-16")}.items():
+        packet = tmp_path / f"{name}.{ending}"
+        packet.write_bytes(packed(path.read_bytes()))
+        code, text = explained(str(packet))
+        assert (code, text.replace(packet.name, "")) == (expected, said), ending
+        code, text = explained("-", input=packet.read_bytes())
+        assert code == expected, ending
+        assert text.splitlines()[0] == said.splitlines()[0], ending
+    code, text = explained(str(path), piped=True)
+    assert (code, text.splitlines()[0]) == (expected, said.splitlines()[0])
+
+
+def test_stacks_from_standard_input_are_merged_with_others():
+    _, alone = explained(str(STACKS / DUMPS[0]), "--json")
+    _, both = explained(str(STACKS / DUMPS[0]), "-", "--json", input=(STACKS / DUMPS[1]).read_bytes())
+    count = [sum(len(c["ranks"]) for c in json.loads(text)["classes"]) for text in (alone, both)]
+    assert count[1] > count[0]
+
+
+@pytest.mark.parametrize("pack", [bytes, gzip.compress, lambda data: data.decode().encode("utf-16")])
+def test_a_log_from_a_pipe(pack, tmp_path):
+    path = tmp_path / "server.log"
+    path.write_bytes(pack(LOGS["oom"][1].encode()))
+    for code, text in (explained("-", input=path.read_bytes()), explained(str(path), piped=True)):
+        assert (code, text.splitlines()[0]) == (1, "verdict   oom (sglang, in spawn)"), text
+
+
+def test_closed_standard_input():
+    code, text = explained("-", preexec_fn=lambda: os.close(0))
+    assert code == 2
+    assert text.startswith("gpuserve: standard input is closed")
+    assert len(text.splitlines()) == 1
+
+
+def test_a_pipe_without_end_is_given_up(monkeypatch, capsys):
+    monkeypatch.setattr(logfile, "PATIENCE", 0.01)
+    reader, writer = os.pipe()
+    try:
+        assert main(["explain", f"/dev/fd/{reader}"]) == 2
+    finally:
+        os.close(reader)
+        os.close(writer)
+    assert "did not end within" in capsys.readouterr().err
+
+
+def test_a_kernel_file_that_has_nothing_now(monkeypatch, tmp_path, capsys):
+    """As /proc/kmsg: a read without waiting gives None."""
+
+    class Nothing(io.BufferedReader):
+        def read(self, size=-1, /):
+            return None
+
+    path = tmp_path / "kmsg"
+    path.write_bytes(b"")
+    monkeypatch.setattr(logfile.foreign, "opened", lambda name: Nothing(io.FileIO(name)))
+    assert main(["explain", str(path)]) == 5
+    assert capsys.readouterr().err == ""
+
+
 def test_several_logs_of_one_server(tmp_path, capsys):
     (tmp_path / "a.log").write_text(BEGIN + RANKS)
     (tmp_path / "b.log").write_text(FAILED.format("RuntimeError: it broke"))
