@@ -80,7 +80,7 @@ class Conclusions:
         self._state = state
         self._runs: dict[str, Run] = {}
         self._said: list[tuple[Conclusion, str]] = []
-        self._written = 0
+        self._written: list[Path] = []
 
     def learn(self, cells: Mapping[str, Mapping[str, Any]]) -> None:
         """Descriptions of cells by node id."""
@@ -158,13 +158,14 @@ class Conclusions:
 
     def _write(self, said: Conclusion, specs: Mapping[str, Any], incidents: Mapping[str, str]) -> str:
         """``matrix.json``, ``matrix-2.json`` …: what can be gone on from. Returns how the terminal names it."""
+        from ..isolation.conclude import SCHEMA
+        from ..report.files import place_of
         from ..report.redact import Redactor
 
         directory = self._state.settings.artifacts
         if directory is None:
             return ""
-        self._written += 1
-        path = directory / (FILE if self._written == 1 else f"matrix-{self._written}.json")
+        path = directory / FILE
         redactor = Redactor.of(*(spec["env"] for spec in specs.values()))
         shown = {
             **said.to_json(),
@@ -173,6 +174,10 @@ class Conclusions:
         }
         try:
             directory.mkdir(parents=True, exist_ok=True)
+            path = place_of(directory, FILE, SCHEMA, self._written)
+            if not self._written and path.name != FILE:
+                self._state.ledger.trouble(f"{directory / FILE} is not ours and stays as it is: see {path.name}")
+            self._written.append(path)
             draft = path.with_name(f".{path.name}")
             draft.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")
             draft.replace(path)

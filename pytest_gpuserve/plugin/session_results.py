@@ -58,6 +58,7 @@ def open_log(state: State) -> ResultsLog | None:
     """None where nothing is to be written, or nothing can be."""
     from ..procfs import process_id
     from ..report.redact import Redactor
+    from ..report.results_log import NAME as FILE
     from ..report.results_log import ResultsLog
 
     if state.settings.artifacts is None:
@@ -67,11 +68,14 @@ def open_log(state: State) -> ResultsLog | None:
     if hasattr(state.config, "workerinput"):
         session = str(state.config.workerinput.get("testrunuid") or session)
     try:
-        return ResultsLog(state.settings.artifacts, session, Redactor.of(os.environ))
+        log = ResultsLog(state.settings.artifacts, session, Redactor.of(os.environ))
     except OSError as error:
         where = f"{state.settings.artifacts} (--gpuserve-artifacts)"
         state.ledger.trouble(f"results.jsonl cannot be written in {where}: {error.strerror}")
         return None
+    if log.path.name != FILE:
+        state.ledger.trouble(f"{log.path.with_name(FILE)} is not ours and stays as it is: see {log.path.name}")
+    return log
 
 
 def follow(config: pytest.Config, state: State) -> None:

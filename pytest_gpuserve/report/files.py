@@ -12,11 +12,12 @@ import json
 import os
 import re
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Container, Iterable, Iterator, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
 
+from .. import foreign
 from .redact import Redactor
 
 MARKER = ".gpuserve"
@@ -32,6 +33,36 @@ _NEW_FILE = os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC  # O_EXCL follow
 def safe_name(text: str, limit: int = 80) -> str:
     """``text`` as one path component: only ``A-Za-z0-9._-``, no dot in front, never empty, at most ``limit`` long."""
     return re.sub(r"[^A-Za-z0-9._-]+", "_", text)[:limit].lstrip(".") or "_"
+
+
+def place_of(directory: Path, name: str, schema: str, taken: Container[Path] = ()) -> Path:
+    """Where a file of ours goes: ``name``, else ``stem-2.suffix`` …, the first that :func:`free_for` it and not taken.
+
+    Raises:
+        FileExistsError: there is none.
+    """
+    stem, _, suffix = name.partition(".")
+    for number in range(1, 1000):
+        path = directory / (name if number == 1 else f"{stem}-{number}.{suffix}")
+        if path not in taken and free_for(path, schema):
+            return path
+    raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory / name))
+
+
+def free_for(path: Path, schema: str) -> bool:
+    """Nothing is there, or a file of ours of any version of ``schema``, or an empty one: it may be written.
+
+    Its name is one that others use, too, and the directory may be theirs.
+    """
+    if not os.path.lexists(path):
+        return True
+    try:
+        with foreign.opened(path, follow=False) as file:
+            head = file.read(200)
+    except OSError:
+        return False
+    family = re.escape(schema.rpartition("/")[0].encode())
+    return not head or re.match(rb'\s*\{\s*"schema":\s*"' + family + b"/", head) is not None
 
 
 class Store:

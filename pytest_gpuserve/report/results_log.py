@@ -14,7 +14,7 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
-from .files import make_artifacts
+from .files import free_for, make_artifacts, place_of
 from .redact import Redactor
 
 NAME: Final = "results.jsonl"
@@ -29,17 +29,21 @@ _FLAGS = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_NOFOLLOW | os.O_CLOEXEC |
 class ResultsLog:
     """``session``: what the lines of one pytest run, in all its processes, have in common.
 
+    Attributes:
+        path: where they are; ``results-2.jsonl`` … where ``results.jsonl`` is somebody else's.
+
     Raises:
         OSError: the file cannot be opened.
     """
 
     def __init__(self, artifacts: Path, session: str, redactor: Redactor) -> None:
         make_artifacts(artifacts)
-        path = artifacts / NAME
+        self.path = place_of(artifacts, NAME, SCHEMA)
+        last = self.path.with_suffix(".1.jsonl")
         with suppress(OSError):
-            if path.lstat().st_size > MOST:
-                path.replace(path.with_name("results.1.jsonl"))
-        self._file = os.open(path, _FLAGS, 0o644)
+            if self.path.lstat().st_size > MOST and free_for(last, SCHEMA):
+                self.path.replace(last)
+        self._file = os.open(self.path, _FLAGS, 0o644)
         self._session = session
         self._redactor = redactor
 

@@ -17,10 +17,10 @@ from .. import foreign
 from ..engines.base import Engine
 from ..gpu import Gpu
 from ..server.record import ServerRecord
-from . import bundle, log_parts, repro, versions
+from . import bundle, log_parts, repro, results_log, versions
 from .again import render
 from .bundle_reader import Bundle, Directory
-from .files import Stores
+from .files import Stores, place_of
 from .gather import Later
 from .redact import Redactor
 
@@ -141,7 +141,7 @@ class Surroundings:
         if shared is None:
             return
         with suppress(OSError):
-            lines = last_lines(shared.path.parent / "results.jsonl", TESTS)
+            lines = last_lines(place_of(shared.path.parent, results_log.NAME, results_log.SCHEMA), TESTS)
             if lines:
                 self._stores.write("results.jsonl", "".join(lines), clean=True)
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 from types import SimpleNamespace
 from typing import Any
 
@@ -156,3 +157,27 @@ def test_nothing_is_said_when_nothing_ran(session: Any) -> None:
     session.found.pytest_sessionfinish()
     assert session.found._said == []
     assert not session.artifacts.exists()
+
+
+@pytest.mark.parametrize("theirs", ['{"include": [{"os": "linux"}]}\n', None])
+def test_a_matrix_of_somebody_else_stays(session: Any, theirs: str | None) -> None:
+    session.artifacts.mkdir()
+    if theirs is None:
+        os.mkfifo(session.artifacts / "matrix.json")
+    else:
+        (session.artifacts / "matrix.json").write_text(theirs)
+    for _ in range(2):  # a later session replaces ours
+        session.found._written.clear()
+        session.state.troubles.clear()
+        _run(session, "t::test_a[on]", "failed")
+        _run(session, "t::test_a[off]")
+        _cells(session)
+        assert session.state.troubles == [
+            f"{session.artifacts}/matrix.json is not ours and stays as it is: see matrix-2.json"
+        ]
+    assert sorted(os.listdir(session.artifacts)) == ["matrix-2.json", "matrix.json"]
+    assert json.loads((session.artifacts / "matrix-2.json").read_text())["schema"] == "gpuserve.matrix/1"
+    if theirs is None:
+        assert (session.artifacts / "matrix.json").is_fifo()
+    else:
+        assert (session.artifacts / "matrix.json").read_text() == theirs

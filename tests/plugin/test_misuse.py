@@ -316,3 +316,18 @@ def test_artifacts_that_cannot_be_written_name_their_option(tmp_path):
     state = SimpleNamespace(settings=settings, config=object(), ledger=SimpleNamespace(trouble=said.append))
     assert open_log(state) is None
     assert said == [f"results.jsonl cannot be written in {tmp_path}/file (--gpuserve-artifacts): File exists"]
+
+
+def test_results_of_somebody_else_are_not_written_to(tmp_path):
+    (tmp_path / "results.jsonl").write_text('{"theirs": 1}\n')
+    said = []
+    settings = SimpleNamespace(artifacts=tmp_path)
+    state = SimpleNamespace(settings=settings, config=object(), ledger=SimpleNamespace(trouble=said.append))
+    for _ in range(2):  # the second appends to ours
+        log = open_log(state)
+        log.put({"nodeid": "t::x"})
+        log.close()
+    assert said == [f"{tmp_path}/results.jsonl is not ours and stays as it is: see results-2.jsonl"] * 2
+    assert (tmp_path / "results.jsonl").read_text() == '{"theirs": 1}\n'
+    assert (tmp_path / "results-2.jsonl").read_text().count("t::x") == 2
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["results-2.jsonl", "results.jsonl"]
