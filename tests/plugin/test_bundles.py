@@ -240,5 +240,7 @@ def test_results_that_cannot_be_written_cost_no_test(project, what):
     )
     result = project.run(f"--gpuserve-artifacts={artifacts}", "-p", "no:randomly", timeout=60)
     result.assert_outcomes(passed=2)
-    assert "results.jsonl cannot be written" in result.stdout.str()
+    told = "cannot be written" if what == "file" else "is not ours and stays as it is: see results-2.jsonl"
+    assert f"results.jsonl {told}" in result.stdout.str()
+    assert what == "file" or "test_served" in (artifacts / "results-2.jsonl").read_text()
     assert not (project.path / "elsewhere").exists()
