@@ -30,7 +30,9 @@ def advice(case: Case, finding: Finding) -> list[str]:
         return [finding.advice]
     members = [case.merged.by_label[label] for label in finding.culprits if label in case.merged.by_label]
     if finding.signature:
-        seen = len(case.ranks) > 1 or not case.evidence.foreign  # a paste may show one rank of many
+        seen = not case.unnamed and (
+            len(case.ranks) > 1 or not case.evidence.foreign
+        )  # a paste may show one rank of many
         everyone = seen and finding.layer != "desync" and not finding.culprits
         if text := (everyone and finding.signature.together) or finding.signature.advice:
             return [text, *_caveat(finding, members)]

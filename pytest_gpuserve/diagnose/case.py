@@ -12,7 +12,7 @@ from ..vocabulary import PHASES, Phase
 from .evidence import NO_PROGRESS, Evidence, LockFact, Witness
 from .kernel import KernelWait, kernel_wait
 from .mechanism import BUSY, READS, mechanism, spins
-from .merge import Member, Merged, label_order, merge
+from .merge import Member, Merged, format_ranks, label_order, merge
 from .model import ClassKind, Frame, RankClass
 from .phase_frames import Reached, reached
 from .roles import rank_in
@@ -83,6 +83,32 @@ class Case:
         if nameless >= len(gone) and not reached:
             return ()  # titles are set late: an untitled Python process may be that rank
         return tuple(sorted(gone, key=label_order))
+
+    @cached_property
+    def unnamed(self) -> tuple[str, ...]:
+        """Ranks that are in no title yet and not known to be gone, where fewer processes than ranks have one."""
+        if self.evidence.foreign or len(self.ranks) >= len(self.evidence.expected):
+            return ()
+        seen = {m.label for m in self.merged.members} | set(self.dead)
+        return tuple(sorted(set(self.evidence.expected) - seen, key=label_order))
+
+    @property
+    def unnamed_words(self) -> str:
+        """``TP1 has not told its name yet (pid 14587 is probably it)``; "" where every rank is known."""
+        if not self.unnamed:
+            return ""
+        ranks = {m.label for m in self.ranks}
+        pids = [
+            m.process.pid
+            for m in self.merged.members
+            if m.role in ("worker", "scheduler", "other") and m.label not in ranks and m.has_stack and not m.condition
+        ]
+        one = len(self.unnamed) == 1
+        who = f"{format_ranks(self.unnamed)} {'has not told its name' if one else 'have not told their names'} yet"
+        if not pids:
+            return who
+        sure = "is probably it" if one and len(pids) == 1 else "may be it" if one else "may be among them"
+        return f"{who} (pid {', '.join(map(str, pids[:8]))} {sure})"
 
     @cached_property
     def undumped(self) -> tuple[str, ...]:

@@ -232,7 +232,7 @@ def _alike(case: Case, first: RankClass, second: RankClass) -> bool:
 def desync(case: Case) -> Finding | None:
     """Every rank waits, but not in the same place: the collectives do not match."""
     for group in case.groups:
-        if len(group) < 2:
+        if len(group) < 2 or case.unnamed:
             continue
         kinds = [case.kind(c) for c in group]
         waiting = all(kind in ("waits", "idle") for kind in kinds) and "waits" in kinds
@@ -268,7 +268,7 @@ def symmetric(case: Case) -> Finding | None:
     if layer == "ipc" and kind == "idle" and not _asked(case):  # then no message is lost, whatever idles so
         layer, signature, advice = "", None, "The stacks of the front end say what it waits for."
         words = "look at the front end: the ranks wait for work, and no request of ours is known to be on its way"
-    if len(case.ranks) == 1 and kind == "other" and not case.spinning:
+    if len(case.ranks) == 1 and kind == "other" and not case.spinning and not case.unnamed:
         if not case.suspected and case.evidence.answers is None:
             return None
         return Finding("hang", "", culprits=entries[0].ranks, confidence=0.6, layer=layer, facts=facts)
@@ -276,6 +276,9 @@ def symmetric(case: Case) -> Finding | None:
         return None
     alone = len(case.ranks) == 1
     undecided = "" if alone else f"no rank stands out, so {words}"
+    if case.unnamed:  # whoever has no name yet may be elsewhere
+        words, undecided = "", f"this is not every rank: {case.unnamed_words}"
+        layer, facts = (layer, facts) if layer == "gpu" else ("", ())
     if alone and case.evidence.foreign and layer in ("nccl", "network", "rendezvous"):
         words, undecided = "", "what its peers do is not in this dump"
     return Finding(

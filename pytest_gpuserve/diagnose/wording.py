@@ -287,7 +287,8 @@ def _ruled_out(case: Case, finding: Finding) -> list[tuple[str, str]]:
             found.append(("slow", f"nothing moved for {progress.still:.0f} s"))
         elif len(case.evidence.rounds) > 1 and not case.compilers:
             found.append(("a running build", "no compiler below the server used CPU between the rounds"))
-        if not case.dead and case.merged.members and not case.evidence.foreign:
+        everyone = len(case.ranks) >= max(len(case.evidence.expected), case.evidence.tp or 0)
+        if everyone and not case.dead and case.merged.members and not case.evidence.foreign:
             found.append(("a dead rank", f"all {len(case.ranks)} ranks are alive"))
     if finding.verdict == "slow" and case.compilers:
         found.append(("hang", f"{case.compilers[0]} uses CPU"))

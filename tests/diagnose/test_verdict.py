@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import re
 from dataclasses import replace
 from pathlib import Path
 
@@ -173,6 +174,25 @@ def test_a_rank_that_has_printed_and_is_gone_is_missing_though_somebody_is_namel
     members = [*dumps.same(1, dumps.COLLECTIVE), dumps.dump("other", "f eng/x.py:1")]
     found = hung(members, number=2, phases=at("weight_load", "TP0", "TP1"))
     assert found.missing == ("TP1",)
+
+
+@pytest.mark.parametrize("others", [1, 2])
+def test_a_rank_without_its_title_is_no_part_of_every_rank(dumps, others):
+    """It stands in its first import while its peers wait for it: "every rank has entered" would be false."""
+    members = [dumps.dump(n, dumps.COLLECTIVE) for n in (0, 2, 3)]
+    members += [dumps.dump("other", "f <frozen importlib._bootstrap>:488", pid=77 + n) for n in range(others)]
+    found = hung(members, number=4)
+    assert (found.verdict, found.culprits, found.missing) == ("hang", (), ())
+    assert not re.search(r"(?i)every rank has|all \d ranks", found.text + str((found.ruled_out, found.facts)))
+    sure = "pid 77 is probably it" if others == 1 else "pid 77, 78 may be it"
+    assert f"this is not every rank: TP1 has not told its name yet ({sure})" in found.text
+    nameless = [dumps.dump("other", "f <frozen importlib._bootstrap>:488") for _ in range(3)]
+    lone = hung([dumps.dump(0, dumps.ELSEWHERE), *nameless], number=4, tp=4)
+    assert (lone.culprits, lone.text.count("have not told their names yet")) == ((), 1)
+    assert "TP1-3 have not" in lone.text
+    whole = hung(dumps.same(4, dumps.COLLECTIVE))
+    assert "every rank has entered the collective" in whole.text
+    assert ("a dead rank", "all 4 ranks are alive") in whole.ruled_out
 
 
 def test_workers_without_a_rank_in_their_titles_are_not_missing(dumps):
