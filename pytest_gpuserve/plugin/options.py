@@ -107,6 +107,12 @@ class Option(NamedTuple):
         return config.getoption(self.key, None) is not None or bool(os.environ.get(self.key.upper()))
 
 
+def _place(text: str, source: Source) -> str:
+    if not text.strip():
+        raise pytest.UsageError(f"{source}: it names no directory. Name one, or say off to have no artifacts.")
+    return text
+
+
 def _choice(*allowed: str) -> Callable[[str, Source], str]:
     def parse(text: str, source: Source) -> str:
         if text not in allowed:
@@ -229,7 +235,7 @@ OPTIONS: tuple[Option, ...] = (
     Option(
         "dump-timeout", seconds, "30", "budget for taking stacks at a deadline, before anything is killed", "SECONDS"
     ),
-    Option("artifacts", lambda text, _: text, "gpuserve-artifacts", "where incidents are written, or off", "DIR"),
+    Option("artifacts", _place, "gpuserve-artifacts", "where incidents are written, or off", "DIR"),
     Option(
         "retain",
         _choice("failure", "always"),

@@ -54,6 +54,9 @@ def test_artifacts_are_relative_to_who_named_them(project, settings):
         assert f" {project.path}/there " in settings("--rootdir", str(project.path), "-c", "../tox.ini")
         assert f" {inner}/here " in settings("--gpuserve-artifacts=here", "-c", "../tox.ini")
     assert " None " in settings("--gpuserve-artifacts=off")
+    result = project.here("--gpuserve-artifacts=")
+    assert result.ret == pytest.ExitCode.USAGE_ERROR
+    result.stderr.fnmatch_lines(["*--gpuserve-artifacts: it names no directory.*off*"])
 
 
 def test_defaults_of_the_configuration_file(project, settings):

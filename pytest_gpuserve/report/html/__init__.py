@@ -19,6 +19,8 @@ from .reading import Folder, Packed
 
 PAGE: Final = "index.html"
 
+_ELSEWHERE: Final = "Choose another place with --output, or with pytest's --gpuserve-artifacts."
+
 
 class PageError(GpuserveError):
     """A page cannot be written; the message says why."""
@@ -160,7 +162,7 @@ def _put(directory: Path, out: Path | None, html: str) -> Path:
         draft.replace(out)
     except OSError as error:
         where = out or directory / PAGE
-        raise PageError(f"{where} cannot be written: {error.strerror}. Choose another place with --output.") from error
+        raise PageError(f"{where} cannot be written: {error.strerror}. {_ELSEWHERE}") from error
     return out
 
 
@@ -169,4 +171,4 @@ def _ours(path: Path) -> None:
 
     head = Folder(path.parent).read(path.name, 2000)
     if os.path.lexists(path) and (head is None or GENERATOR.encode() not in head):
-        raise PageError(f"{path} is not a page of ours, so it is not replaced. Choose another place with --output.")
+        raise PageError(f"{path} is not a page of ours, so it is not replaced. {_ELSEWHERE}")

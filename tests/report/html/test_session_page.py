@@ -171,6 +171,7 @@ def test_what_goes_wrong_is_told_and_costs_nothing_else(artifacts):
     assert done.pages == 1
     assert len(done.problems) == 1
     assert "not a page of ours" in done.problems[0]
+    assert "--gpuserve-artifacts" in done.problems[0]
     assert done.page is not None
 
 
