@@ -7,7 +7,8 @@ from collections.abc import Sequence
 from .case import BUSY, Case, same_primitive
 from .deadlock import deadlock
 from .finding import Finding
-from .merge import Member, label_order
+from .mechanism import mechanism
+from .merge import Member, format_ranks, label_order
 from .model import RankClass
 from .signatures import Signature, by_id
 from .wording import holder_words
@@ -215,12 +216,16 @@ def pair(case: Case) -> Finding | None:
                 confidence=0.75,
                 facts=((f"{member.label} {words}", "/proc/PID/wchan"),),
             )
+        burning = [
+            m.label for c in (first, second) for m in case.merged.of(c) if (how := mechanism(m)) and how.kind == "spin"
+        ]
+        slow = f" {format_ranks(burning)} may be slow and not hung: CPU is used there all the time." if burning else ""
         return Finding(
             "hang",
             "",
             confidence=0.5,
             undecided="two ranks have no majority and no second witness decides: whose fault it is stays undecided",
-            advice="NCCL's RAS service, the Flight Recorder or GPU utilisation would decide.",
+            advice="NCCL's RAS service, the Flight Recorder or GPU utilisation would decide." + slow,
         )
     return None
 

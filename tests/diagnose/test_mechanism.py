@@ -141,6 +141,14 @@ class TestVerdicts:
         assert "may be slow and not hung" in found.advice
         assert "TP0-2 wait in a collective" in found.text
 
+    def test_of_two_ranks_one_that_spins_may_be_slow_too(self, dumps):
+        hung = Progress("hung", still=46.0, window=45.0, last="log")
+        for facts, slow in (({"state": "R", "cpu_seconds": 1.0}, True), ({"cpu_seconds": 0.0}, False)):
+            rounds = looks(dumps, dumps.ELSEWHERE, number=2, odd=1, **facts)
+            found = judge(Evidence(reason="no_progress", rounds=rounds, expected=("TP0", "TP1"), progress=hung))
+            assert told(found) == ("hang", ())
+            assert ("TP1 may be slow and not hung" in found.advice) == slow
+
     def test_a_shorter_time_names_the_rank_and_calls_no_hang(self, dumps):
         rounds = looks(dumps, dumps.ELSEWHERE, state="R", cpu_seconds=1.0)
         for reason in ("test_timeout", "startup_budget"):
