@@ -351,3 +351,17 @@ def test_hostile_lines_cost_little_time(line):
     redactor(["known-value-17"]).redact(line)
     redactor(["known-value-17"]).unfinished(line)
     assert time.monotonic() - began < 5
+
+
+@pytest.mark.parametrize(
+    "address",
+    [
+        "hooks.slack.com/services/" + "T012AB/B034CD/x9Y8z7W6v5",
+        "hooks.slack.com/workflows/" + "T012AB/A034CD/x9Y8z7W6v5",
+        "discord.com/api/webhooks/" + "1234567890/x9Y8z7W6v5",
+    ],
+)
+def test_an_address_that_anybody_may_post_to_is_a_secret(address):
+    shown = Redactor(hosts=()).redact(f"alerts go to https://{address}, it says")
+    assert shown == "alerts go to https://<secret-1>, it says"
+    assert Redactor(hosts=()).redact(shown) == shown
