@@ -48,6 +48,15 @@ _IDLE_LEAVES = frozenset(
 )
 _LOCAL_WAITS = frozenset({"threading.py", "queue.py", "_base.py", "futures.py", "synchronize.py", "queues.py"})
 _AUTOGRAD = re.compile(r"torch/autograd/(?:graph|__init__)\.py$")
+_REQUEST_THREADS = re.compile(
+    r"^process_request_thread \(.*socketserver\.py\)$|^run \(.*anyio/_backends/_asyncio\.py\)$"
+)
+_SERVING = re.compile(
+    r"(?:^|/)(?:socket|ssl|selectors|socketserver|queue|threading)\.py$|(?:^|/)http/server\.py$"
+    r"|werkzeug/serving\.py$|anyio/_backends/_asyncio\.py$"
+)
+"""Files that a request's thread is in while it waits for a request, or for its next one."""
+
 _KERNEL_STATES = {"T": "stopped", "Z": "dead", "X": "dead"}
 
 
@@ -83,7 +92,8 @@ def is_idle(thread: ThreadStack) -> bool:
 def telling(dump: ProcessDump) -> tuple[ThreadStack | None, Match | None]:
     """The thread that says where a process is, and the signature found in it.
 
-    The main thread, unless it only waits for another thread of its process (a queue, a future) while that one works.
+    The main thread, unless it only waits for another thread of its process (a queue, a future) while that one works,
+    or accepts requests that have a thread each, in a server that we do not know.
     """
     main = dump.main
     if main is None:
@@ -91,6 +101,9 @@ def telling(dump: ProcessDump) -> tuple[ThreadStack | None, Match | None]:
     found = match(main)
     frames = [f for f in folded(main.frames) if not f.native]
     waits_inside = bool(frames) and _waits_inside(frames[0])
+    if dump.role.role == "other" and _accepts(frames, found):
+        at_work = [(t, match(t)) for t in dump.threads if t is not main and _handles_a_request(t)]
+        return max(at_work, key=_says_most, default=(main, found))
     if found and (found.signature.kind == "idle" or not waits_inside):
         return main, found
     others = [(t, match(t)) for t in dump.threads if t is not main and not is_idle(t)]
@@ -98,12 +111,30 @@ def telling(dump: ProcessDump) -> tuple[ThreadStack | None, Match | None]:
     if holders:
         return holders[0]
     if waits_inside and not found:
-        best = max(
-            others, key=lambda pair: (bool(pair[1]), bool(pair[0].active), len(pair[0].frames)), default=(main, None)
-        )
+        best = max(others, key=_says_most, default=(main, None))
         if best[1] or best[0].active:
             return best
     return main, found
+
+
+def _says_most(pair: tuple[ThreadStack, Match | None]) -> tuple[bool, bool, int]:
+    thread, found = pair
+    return bool(found), bool(thread.active), len(thread.frames)
+
+
+def _accepts(frames: Sequence[Frame], found: Match | None) -> bool:
+    """A main thread between two requests: an event loop, or the loop of the standard library's servers."""
+    if found:
+        return found.signature.id == "event-loop-idle"
+    return any(last_name(f.name) == "serve_forever" and f.file.endswith("socketserver.py") for f in frames[:2])
+
+
+def _handles_a_request(thread: ThreadStack) -> bool:
+    """It was made for a request, or lent to one, and is in a program's code. Threads of other pools may do anything."""
+    frames = [f for f in folded(thread.frames) if not f.native]
+    return any(_REQUEST_THREADS.match(f"{last_name(f.name)} ({f.file})") for f in frames[-2:]) and not all(
+        _SERVING.search(f.file) for f in frames
+    )
 
 
 def _waits_inside(leaf: Frame) -> bool:

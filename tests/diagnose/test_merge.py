@@ -430,3 +430,42 @@ def test_many_ranks_merge_quickly(dumps):
     began = time.process_time()
     merge([members]).text()
     assert time.process_time() - began < 5.0
+
+
+HANDLER = (
+    "do_GET app/main.py:5 | handle_one_request http/server.py:424 | handle http/server.py:436 | "
+    "__init__ python3.11/socketserver.py:755 | process_request_thread python3.11/socketserver.py:691"
+)
+ACCEPTS = "select python3.11/selectors.py:415 | serve_forever python3.11/socketserver.py:233 | main app/main.py:30"
+LOOPS = (
+    "select selectors.py:468 | _run_once asyncio/base_events.py:1898 | run_forever asyncio/base_events.py:607 | "
+    "run uvicorn/server.py:65 | main app/main.py:30"
+)
+ENDPOINT = "read_items app/main.py:5 | run anyio/_backends/_asyncio.py:976"
+
+
+@pytest.mark.parametrize(("main", "handler"), [(ACCEPTS, HANDLER), (LOOPS, ENDPOINT)])
+def test_the_thread_of_a_stuck_request_speaks_for_a_server_that_accepts_more(dumps, main, handler):
+    main = dumps.thread(main, active=False)
+    stuck = side(dumps, handler, name="AnyIO worker thread", active=False)
+    between = (
+        side(dumps, f"readinto socket.py:706 | {HANDLER.partition(' | ')[2]}", active=False),
+        side(dumps, "get queue.py:171 | run anyio/_backends/_asyncio.py:967", active=False),
+        side(
+            dumps,
+            "poll app/metrics.py:3 | run concurrent/futures/thread.py:58 | _worker concurrent/futures/thread.py:83",
+        ),
+    )
+    assert telling(dumps.dump("other", [main, *between, stuck]))[0] is stuck
+    assert telling(dumps.dump("other", [main, *between]))[0] is main, "nobody asks"
+    assert telling(dumps.dump("api", [main, stuck]))[0] is main, "an engine's front end: its ranks say more"
+    elsewhere = dumps.thread(dumps.ELSEWHERE)
+    assert telling(dumps.dump("other", [elsewhere, stuck]))[0] is elsewhere
+
+
+def test_of_several_requests_one_that_is_known_speaks(dumps):
+    main = dumps.thread(ACCEPTS, active=False)
+    known = side(dumps, f"{dumps.BATON} | {HANDLER}", active=False)
+    thread, found = telling(dumps.dump("other", [main, side(dumps, HANDLER), known]))
+    assert thread is known
+    assert found.signature.id == "torch-extension-lock"
