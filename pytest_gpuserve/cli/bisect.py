@@ -16,7 +16,6 @@ from .. import shell
 from ..errors import GpuserveError
 from ..isolation.bisect import Range, contradicted, narrowed, next_commit, repeat_for, summary, tally
 from ..isolation.judge import BAD, BROKEN, GOOD, Judged
-from ..isolation.signature import Signature
 from ..text import escape, one_line
 from .bisect_state import NAME, State, bring_back, load
 from .git import Git
@@ -218,7 +217,7 @@ class Bisection:
         """The bad end must fail. How it fails is what is sought from here on, and how often decides on repeats."""
         known = self._state.verdicts.get(commit)
         if known is not None and known.code == BAD:
-            self._seek(known.signature)
+            self._seek(known)
             return
         self._state.checkout(commit)
         failed: list[Judged] = []
@@ -232,7 +231,7 @@ class Bisection:
                 raise _BrokenError(judged.reason)
             if judged.code == BAD:
                 failed.append(judged)
-                self._seek(judged.signature)
+                self._seek(judged)
                 once = replace(self._chosen, repeat=1)
             elif judged.code != GOOD:
                 break
@@ -252,11 +251,12 @@ class Bisection:
                 f"The bad end failed in {len(failed)} of {runs} runs: a commit is good after "
                 f"{self._chosen.repeat} good run{'s' if self._chosen.repeat > 1 else ''}."
             )
-        self._keep(commit, failed[-1])
+        self._keep(commit, replace(failed[-1], tests=self._chosen.tests))
 
-    def _seek(self, signature: Signature | None) -> None:
-        if self._chosen.target is None and signature is not None:
-            self._chosen = replace(self._chosen, target=signature)
+    def _seek(self, judged: Judged) -> None:
+        """This failure, and that the tests which failed so pass where a commit is good."""
+        tests = tuple(dict.fromkeys((*self._chosen.tests, *judged.tests)))
+        self._chosen = replace(self._chosen, target=self._chosen.target or judged.signature, tests=tests)
 
     def _judged(self, commit: str) -> Judged:
         return self._state.verdicts.get(commit) or self._judge(commit)

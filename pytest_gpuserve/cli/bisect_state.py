@@ -30,7 +30,7 @@ _SHAPE = {
     "at": [str],
     "repeat": int,
     "again": [str],
-    "verdicts": {str: {"code": (GOOD, BAD, SKIP), "reason": str, "signature": Maybe(SIGNATURE)}},
+    "verdicts": {str: {"code": (GOOD, BAD, SKIP), "reason": str, "signature": Maybe(SIGNATURE), "tests": Maybe([str])}},
 }
 
 
@@ -72,6 +72,7 @@ class State:
                 "code": one.code,
                 "reason": one.reason,
                 "signature": one.signature.to_json() if one.signature else None,
+                "tests": list(one.tests),
             }
             for commit, one in self.verdicts.items()
         }
@@ -136,7 +137,10 @@ def load(git: Git) -> State | None:
         raise ValueError(f"{one_line(start.branch, 60)} is no branch")
     verdicts = {
         commit: Judged(
-            one["code"], one["reason"], Signature.from_json(one["signature"]) if one.get("signature") else None
+            one["code"],
+            one["reason"],
+            Signature.from_json(one["signature"]) if one.get("signature") else None,
+            tuple(one.get("tests") or ()),
         )
         for commit, one in raw["verdicts"].items()
     }

@@ -21,7 +21,7 @@ from ..isolation.judge import BROKEN, SKIP, Judged, confidence, decided, judge_s
 from ..isolation.signature import SHAPE, Signature
 from ..report.files import Store
 from ..server.paths import state_root
-from ..shape import read
+from ..shape import Maybe, read
 from ..text import one_line
 from .pytest_probe import is_pytest, run_session
 from .signals import as_interrupt
@@ -43,7 +43,7 @@ class Settings:
         build: command that builds the commit; empty: none.
         repeat: good runs that a commit needs.
         rate: in how many of the runs a bad commit fails, for the stated confidence; None: not known.
-        target: the failure that is sought; None: any.
+        target: the failure that is sought; None: any. tests: node ids that failed so; without them no commit is good.
         log: where one line a step goes. artifacts: incidents of the runs; None: pytest's own default.
         limit, build_limit: seconds for one run, and for the build. gpu_wait: for GPUs to become free.
     """
@@ -53,6 +53,7 @@ class Settings:
     repeat: int = 1
     rate: float | None = None
     target: Signature | None = None
+    tests: tuple[str, ...] = ()
     log: Path = Path("bisect.log")
     limit: float | None = None
     build_limit: float | None = None
@@ -130,12 +131,14 @@ def settings(arguments: argparse.Namespace) -> Settings:
     if not arguments.gpu_wait >= 0:
         raise GpuserveError("--gpu-wait must be 0 or more.")
     times = arguments.repeat or (repeats(rate, 1 - arguments.confidence) if rate is not None else 1)
+    target, tests = read_signature(arguments.signature) if arguments.signature else (None, ())
     return Settings(
         argv=tuple(arguments.words),
         build=words_of("--build", arguments.build) if arguments.build is not None else (),
         repeat=times,
         rate=rate,
-        target=read_signature(arguments.signature) if arguments.signature else None,
+        target=target,
+        tests=tests,
         log=arguments.log.absolute(),
         limit=arguments.timeout,
         build_limit=arguments.build_timeout,
@@ -150,8 +153,7 @@ def run(arguments: argparse.Namespace) -> int:
         chosen = settings(arguments)
         with as_interrupt([]):
             judged = judge(chosen, print)
-        if judged.signature is not None:
-            save_signature(judged.signature, arguments.save_signature)
+        save_signature(judged, arguments.save_signature)
     except GpuserveError as error:
         print(f"gpuserve judge: {error}", flush=True)
         return BROKEN
@@ -179,7 +181,8 @@ def judge(chosen: Settings, say: Callable[[str], None], *, cwd: Path | None = No
         judged = _busy(chosen.gpu_wait) or None
         if judged is not None:
             break
-        results.append(judge_session(run_session(chosen.argv, env=env, limit=chosen.limit, cwd=cwd), chosen.target))
+        session = run_session(chosen.argv, env=env, limit=chosen.limit, cwd=cwd)
+        results.append(judge_session(session, chosen.target, chosen.tests))
         judged = decided(results, chosen.repeat)
     _log(chosen, commit, judged, len(results), time.monotonic() - begin, cwd)
     sure = ""
@@ -189,8 +192,8 @@ def judge(chosen: Settings, say: Callable[[str], None], *, cwd: Path | None = No
     return judged
 
 
-def read_signature(name: str) -> Signature:
-    """The failure that ``--signature`` names.
+def read_signature(name: str) -> tuple[Signature, tuple[str, ...]]:
+    """The failure that ``--signature`` names, and the tests that failed so, where they are known.
 
     Raises:
         GpuserveError: there is none.
@@ -199,18 +202,22 @@ def read_signature(name: str) -> Signature:
     if path.is_dir():
         path = path / "incident.json"
     try:
-        return Signature.from_json(read(path, SHAPE))
+        raw = read(path, SHAPE | {"nodeids": Maybe([str])})
+        return Signature.from_json(raw), tuple(raw.get("nodeids") or ())
     except (OSError, ValueError) as error:
         what = "no failure was judged before" if name == "last" else f"{one_line(str(path))} holds no failure"
         raise GpuserveError(f"--signature: {what} ({error}). Name an incident's directory, or leave it out.") from None
 
 
-def save_signature(signature: Signature, path: Path | None) -> None:
+def save_signature(judged: Judged, path: Path | None) -> None:
     """Keep a failure for ``--signature last``, and where the user wants it."""
+    if judged.signature is None:
+        return
+    content = judged.signature.to_json() | {"nodeids": list(judged.tests)}
     for target in (state_root() / "last-signature.json", path):
         if target is not None:
             try:
-                Store(target.parent, None, 0o600).write_json(target.name, signature.to_json())
+                Store(target.parent, None, 0o600).write_json(target.name, content)
             except OSError as error:
                 raise GpuserveError(f"{target} cannot be written: {error.strerror}.") from error
 

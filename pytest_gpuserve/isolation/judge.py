@@ -102,19 +102,21 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What to tell git. ``signature``: of the failure, where the commit is bad."""
+    """What to tell git. ``signature``: of the failure, where the commit is bad; ``tests``: node ids that failed so."""
 
     code: int
     reason: str
     signature: Signature | None = None
+    tests: tuple[str, ...] = ()
 
     @property
     def word(self) -> str:
         return {GOOD: "good", BAD: "bad", SKIP: "skip"}.get(self.code, "abort")
 
 
-def judge_session(session: Session, target: Signature | None) -> Judged:
-    """One run. ``target``: the failure that is sought; None: any failure of a test that is not the machine's."""
+def judge_session(session: Session, target: Signature | None, tests: Sequence[str] = ()) -> Judged:
+    """One run. ``target``: the failure that is sought; None: any failure of a test that is not the machine's.
+    ``tests``: those that failed so elsewhere; without them no run is good."""
     if session.reports is None:
         if session.code in (0, 1, 5):
             return Judged(
@@ -127,7 +129,7 @@ def judge_session(session: Session, target: Signature | None) -> Judged:
     sought = [r for r in failed if _sought(r, target)]
     if sought:
         first = sought[0]
-        return Judged(BAD, f"{first.nodeid}: {first.signature}{_short(first.reason)}", first.signature)
+        return Judged(BAD, f"{first.nodeid}: {first.signature}{_short(first.reason)}", first.signature, _alike(sought))
     hosts = [r for r in session.reports if r.outcome != "passed" and (r.ours or r.verdict) and _HOST.search(r.reason)]
     if hosts:
         return Judged(BROKEN, f"this machine cannot test it: {hosts[0].nodeid}:{_short(hosts[0].reason)}")
@@ -150,6 +152,13 @@ def judge_session(session: Session, target: Signature | None) -> Judged:
         return Judged(SKIP, "no test was selected" if not count else f"no test passed: all {count} were skipped")
     if session.code != 0:
         return Judged(SKIP, f"{_code_text(session)}, and no test failed (an error in collection?)")
+    if tests:
+        silent = [r for r in session.reports if r.nodeid in tests and r.outcome != "passed"]
+        if silent:
+            what = f"{silent[0].nodeid}, which is sought, was skipped"
+            return Judged(SKIP, f"{what}, so it tells nothing:{_short(silent[0].reason)}")
+        if not any(r.nodeid in tests for r in session.passed):
+            return Judged(SKIP, f"{tests[0]}, which is sought, was not run")
     return Judged(GOOD, f"{len({r.nodeid for r in session.passed})} passed{_skipped(session)}")
 
 
@@ -189,6 +198,10 @@ def _sought(report: Report, target: Signature | None) -> bool:
     if target is None:
         return report.signature.verdict not in ENVIRONMENT
     return report.signature.same(target)
+
+
+def _alike(failed: Sequence[Report]) -> tuple[str, ...]:
+    return tuple(dict.fromkeys(r.nodeid for r in failed if r.signature.same(failed[0].signature)))
 
 
 def _code_text(session: Session) -> str:

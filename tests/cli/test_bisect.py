@@ -209,6 +209,27 @@ def test_a_bad_end_that_fails_now_and_then_decides_on_repeats(tmp_path: Path) ->
     assert "The bad end failed in 1 of 3 runs: a commit is good after 5 good runs." in done.stdout
 
 
+SKIPPED = """\
+import pytest, state
+
+def test_cpu(): pass
+
+def test_sought():
+    if 2 <= state.NUMBER <= 4:
+        pytest.skip("not today")
+    assert not state.BROKEN
+"""
+
+
+def test_a_commit_that_skips_the_sought_test_is_not_good(tmp_path: Path) -> None:
+    repo = repository(tmp_path, count=7, culprit=2)
+    (repo.path / "test_skipped.py").write_text(SKIPPED)  # git does not know it: it is there at every commit
+    done = repo.bisect("--repeat", "1", tests=("test_skipped.py",))
+    assert done.returncode == 1, "a range: the commits that skip it, and the first that fails"
+    assert "test_skipped.py::test_sought, which is sought, was skipped" in done.stdout
+    assert {line.split("\t")[2] for line in repo.log if line.split("\t")[1] in repo.commits[2:5]} == {"skip"}
+
+
 def test_git_bisect_run(tmp_path: Path) -> None:
     repo = repository(tmp_path, skip={5})
     repo.git("bisect", "start", repo.commits[-1], repo.commits[0])

@@ -176,6 +176,13 @@ def test_a_hang_is_told_from_other_failures(place: Place) -> None:
     assert (code, "another failure" in out) == (125, True)
 
 
+def test_a_signature_knows_the_tests_that_failed_so(place: Place) -> None:
+    text = "import pytest\ndef test_a(): pass\ndef test_b(): DO"
+    assert place.judge(text.replace("DO", "assert 0"), "--save-signature", "sought.json")[0] == 1
+    for do, code in (("pytest.skip('x')", 125), ("pass", 0)):
+        assert place.judge(text.replace("DO", do), "--signature", "sought.json")[0] == code
+
+
 def test_the_build(place: Place) -> None:
     code, out = place.judge("def test_it(): pass", "--build", f"{sys.executable} -c 'raise SystemExit(7)'")
     assert (code, "the build failed with exit code 7" in out) == (125, True)
@@ -270,7 +277,7 @@ def test_a_limit_needs_no_sigint(tmp_path: Path) -> None:
 
 def test_signatures_are_read_from_incidents(tmp_path: Path) -> None:
     (tmp_path / "incident.json").write_text('{"verdict": "hang", "phase": "serving", "classes": []}')
-    assert read_signature(str(tmp_path)) == Signature("hang", "serving")
+    assert read_signature(str(tmp_path)) == (Signature("hang", "serving"), ())
     (tmp_path / "incident.json").write_text("[]")
     with pytest.raises(GpuserveError, match="holds no failure"):
         read_signature(str(tmp_path / "incident.json"))

@@ -85,6 +85,26 @@ def test_pytests_own_codes_never_read_as_bad(code: int, target: Signature | None
         assert judged.code != GOOD or (code == 0 and reports == (PASSED,))
 
 
+@pytest.mark.parametrize(
+    ("reports", "expected"),
+    [
+        ([PASSED, Report("t::b", "passed")], GOOD),
+        ([PASSED, Report("t::b", "passed"), THEIRS], GOOD),
+        ([PASSED, Report("t::b", "skipped")], SKIP),
+        ([PASSED, Report("t::b", "passed"), Report("t::c", "skipped")], SKIP),
+        ([PASSED], SKIP),
+    ],
+)
+def test_a_good_commit_passes_the_tests_that_are_sought(reports: list[Report], expected: int) -> None:
+    judged = judge_session(Session(0, tuple(reports)), TARGET, ("t::b", "t::c"))
+    assert judged.code == expected, judged.reason
+
+
+def test_the_tests_that_failed_alike() -> None:
+    again = Report("t::i", "failed", error="AssertionError")
+    assert judge_session(Session(1, (FAILED, HUNG, again)), None).tests == ("t::b", "t::i")
+
+
 def test_a_session_that_did_not_end() -> None:
     assert judge_session(Session(-2, (PASSED,), timed_out=True), None).code == SKIP
 
