@@ -32,7 +32,11 @@ class ServerStartError(ServerError):
 
 
 class ServerHungError(ServerError):
-    """A ready server stopped answering; its stacks were taken, then it was ended."""
+    """A ready server stopped answering; its stacks were taken, then it was ended.
+
+    A test that goes on after it, with ``pytest.raises``, ``except`` or ``pytest.skip``, fails with it all the same:
+    its server was ended. A hang that is known is told with ``pytest.mark.xfail(raises=ServerHungError)``.
+    """
 
 
 class ServerExitedError(ServerError):

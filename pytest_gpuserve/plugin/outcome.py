@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import tempfile
 from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
@@ -53,14 +54,16 @@ class Outcome:
         self._fail_with_the_server()
 
     def _fail_with_the_server(self) -> None:
-        """A phase that went on to its end has failed when its time was over, or its server was ended: said before the
-        report is made, so that xfail, strict or not, judges it as any other failure."""
+        """A phase that went on to its end, or to a skip, has failed when its time was over, or its server was ended:
+        said before the report is made, and with the server's own error, so that xfail judges it as any other failure.
+        """
         fatal = [found for _, found in self._findings if found.killed or TEST_ALARM in found.fired]
-        if self._call.excinfo is None and fatal:
+        raised = self._call.excinfo
+        if fatal and (raised is None or (self._call.when == "call" and raised.errisinstance(pytest.skip.Exception))):
+            found, went = fatal[0], "went on to its end" if raised is None else "skipped itself"
+            error = _swallowed(found, f"{self._item.nodeid} {went}, but {_headline(found, self._timeout())}")
             try:
-                pytest.fail(
-                    f"{self._item.nodeid} went on to its end, but {_headline(fatal[0], self._timeout())}", pytrace=False
-                )
+                raise error
             except pytest.fail.Exception:
                 self._call.excinfo = pytest.ExceptionInfo.from_current()
 
@@ -158,6 +161,29 @@ class Outcome:
         return self._state.clock.timeout_of(self._item)
 
 
+class _Hung(ServerHungError, pytest.fail.Exception):  # type: ignore[misc,name-defined]
+    """Shown as one paragraph: no line of the test raised it."""
+
+    __module__, __qualname__ = ServerHungError.__module__, ServerHungError.__qualname__
+
+
+class _Exited(ServerExitedError, pytest.fail.Exception):  # type: ignore[misc,name-defined]
+    """Shown as one paragraph: no line of the test raised it."""
+
+    __module__, __qualname__ = ServerExitedError.__module__, ServerExitedError.__qualname__
+
+
+def _swallowed(found: Finding, text: str) -> BaseException:
+    """The server's error that a test did not pass on; of a healthy server's slow test, the test's own failure."""
+    if not found.killed and found.exit_code is None:
+        return pytest.fail.Exception(text, pytrace=False)
+    last = found.incidents[-1] if found.incidents else {}
+    verdict, incident = str(last.get("verdict") or ("hang" if found.killed else "crash")), last.get("incident")
+    error = (_Hung if found.killed else _Exited)(text, verdict=verdict, incident=str(incident) if incident else None)
+    error.msg, error.pytrace = text, False
+    return error
+
+
 def passed_unexpectedly(report: pytest.TestReport) -> bool:
     """True for a failure that only says that the test passed (``xfail``, strict): nothing is wrong with its server."""
     return isinstance(report.longrepr, str) and report.longrepr.startswith("[XPASS(strict)]")
@@ -166,6 +192,7 @@ def passed_unexpectedly(report: pytest.TestReport) -> bool:
 def _headline(found: Finding, timeout: float | None) -> str:
     """What happened to the server, in one sentence or two."""
     spec = found.server.spec.id
+    dumped = "was dumped" if found.incidents else f"was not dumped ({_no_stack(found.server.directory)})"
     if TEST_ALARM in found.fired:
         reached = f"the test's timeout of {timeout:g} s was reached" if timeout else "the test's timeout was reached"
     elif SESSION_ALARM in found.fired:
@@ -173,7 +200,7 @@ def _headline(found: Finding, timeout: float | None) -> str:
     elif LOG_LIMIT in found.fired:
         reached = f"the log of {spec} reached its limit (--gpuserve-log-limit)"
         if not found.killed and found.exit_code is None:
-            return f"{reached}: its beginning and its newest lines stay. The server was dumped, not ended."
+            return f"{reached}: its beginning and its newest lines stay. The server {dumped}, not ended."
     elif others := [name for name in found.fired if name != MANUAL]:
         reached = f"the alarm {others[0]!r} went off"
     elif found.killed:
@@ -189,15 +216,25 @@ def _headline(found: Finding, timeout: float | None) -> str:
             f"ended.{stacks} Give it more with --gpuserve-dump-timeout. The next test that wants it gets a fresh one."
         )
     if found.killed:
-        return f"{reached}: {spec} was dumped, then ended. The next test that wants it gets a fresh one."
+        return f"{reached}: {spec} {dumped}, then ended. The next test that wants it gets a fresh one."
     if found.exit_code is not None:
         return f"{reached}, and {spec} had ended with exit code {found.exit_code}."
     if any(_to_blame(incident) for incident in found.incidents):
-        return f"{reached}: {spec} was dumped and left alone (--gpuserve-mode=soft); it would have been ended."
+        return f"{reached}: {spec} {dumped} and left alone (--gpuserve-mode=soft); it would have been ended."
     return (
-        f"{reached} while {spec} was healthy: the test was slow, or stuck in its own code. The server was dumped, not "
+        f"{reached} while {spec} was healthy: the test was slow, or stuck in its own code. The server {dumped}, not "
         f"ended, and serves the next test."
     )
+
+
+def _no_stack(directory: Path) -> str:
+    """Why an incident left nothing in the server's directory: asked by writing there again."""
+    try:
+        with tempfile.TemporaryFile(dir=directory, buffering=0) as file:
+            file.write(bytes(1 << 16))
+    except OSError as error:
+        return f"no stack is on disk: {directory}: {error.strerror}"
+    return f"no stack is on disk: {directory / 'supervisor.log'} says why"
 
 
 def _to_blame(incident: Mapping[str, Any]) -> bool:

@@ -102,7 +102,10 @@ def usual_limit(directory: Path) -> float:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """0: the server is to blame; 75: it is spared; anything else: it could not be told, and it is ended."""
+    """0: the server is to blame; 75: it is spared; anything else: it could not be told, and it is ended.
+
+    Where nothing can be written, its answers alone decide.
+    """
     parser = argparse.ArgumentParser(prog="pytest_gpuserve.report.incident", description=__doc__)
     parser.add_argument("--server", type=Path, required=True)
     parser.add_argument("--artifacts", default="off")
@@ -133,10 +136,27 @@ def main(argv: Sequence[str] | None = None) -> int:
         if not isinstance(error, GpuserveError):
             traceback.print_exc()
         print(f"gpuserve: no incident: {error}", file=sys.stderr)  # noqa: T201 (kept by the supervisor)
-        code = EXIT_SPARE if given.soft or given.reason == "manual" else 1
+        code = EXIT_SPARE if given.soft or given.reason == "manual" else _without_files(given.server, given.reason)
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)  # not through threads that wait for what may never come
+
+
+def _without_files(directory: Path, reason: str) -> int:
+    """The exit code where no incident could be taken, of what needs no file: one that answers is not to blame."""
+    from ..engines import get_engine
+    from ..server.record import load
+    from .blame import Witnesses, decide
+    from .probe import ask
+
+    try:
+        record = load(directory)
+        probe = ask(record, get_engine(record.engine))
+        return decide(reason, Witnesses(answers=probe.answers, reachable=probe.reachable)).exit_code
+    except Exception as error:  # without a record there is nothing to ask; that has been said
+        if not isinstance(error, GpuserveError):
+            traceback.print_exc()
+        return 1
 
 
 if __name__ == "__main__":

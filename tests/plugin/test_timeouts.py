@@ -15,6 +15,7 @@ DUMP = 6
 HEAD = """
 import time, pytest
 from pytest import fixture, mark
+from pytest_gpuserve.errors import ServerHungError
 
 def ask(server, **options):
     body = {"model": server.model, "prompt": "2+2=", "max_tokens": 4, "temperature": 0}
@@ -46,12 +47,19 @@ def test_swallows_the_error(server):
     except Exception:
         pass
 
-@mark.xfail(strict=True, reason="it is known to hang")
+@mark.xfail(raises=ServerHungError, strict=True, reason="it is known to hang")
 @mark.timeout(2)
 @sick(tp=3)
 @mark.gpuserve(env={"AS": "EXPECTED"})
 def test_swallows_as_expected(server):
     test_swallows_the_error(server)
+
+@mark.timeout(2)
+@sick(tp=3)
+@mark.gpuserve(env={"AS": "SKIPPED"})
+def test_swallows_and_skips(server):
+    test_swallows_the_error(server)
+    pytest.skip("it does not answer")
 
 @mark.timeout(2)
 @sick(tp=4)
@@ -176,6 +184,7 @@ def test_every_test_is_in_junit_with_the_right_outcome(cases):
     assert bad == {
         "test_hang",
         "test_swallows_the_error",
+        "test_swallows_and_skips",
         "test_other_client",
         "test_slow_beside_a_healthy_server",
         "test_fails_then_hangs_in_teardown",
@@ -183,7 +192,7 @@ def test_every_test_is_in_junit_with_the_right_outcome(cases):
         "test_wide_hangs",
         "test_fires_again_after_a_failure",
     }
-    assert len(cases) == 14
+    assert len(cases) == 15
 
 
 def test_the_server_is_ended_at_t(cases, result, shared_project):
@@ -208,6 +217,10 @@ def test_a_swallowed_error_still_fails(cases, result):
     message = cases["test_swallows_the_error"].find("failure").get("message")
     assert "went on to its end, but the test's timeout of 2 s was reached" in message
     assert "sim-tp3 was dumped, then ended" in section(result, "test_swallows_the_error")
+    failure = cases["test_swallows_and_skips"].find("failure")
+    assert "skipped itself, but the test's timeout of 2 s was reached" in failure.get("message")
+    assert failure.get("message").startswith("pytest_gpuserve.errors.ServerHungError: ")
+    assert "outcome.py" not in failure.text  # one paragraph, no traceback of ours
 
 
 def test_a_server_that_was_ended_is_the_failure_that_xfail_expects(cases, result):
@@ -215,7 +228,7 @@ def test_a_server_that_was_ended_is_the_failure_that_xfail_expects(cases, result
     skipped = cases["test_swallows_as_expected"].find("skipped")
     assert (skipped.get("type"), skipped.get("message")) == ("pytest.xfail", "it is known to hang")
     assert properties(cases["test_swallows_as_expected"])["gpuserve_verdict"]
-    result.assert_outcomes(passed=5, failed=8, errors=1, xfailed=1)
+    result.assert_outcomes(passed=5, failed=9, errors=1, xfailed=1)
 
 
 def test_a_client_of_ones_own_gets_the_report_too(result):
@@ -262,7 +275,7 @@ def test_without_a_timeout_nothing_is_armed(cases, shared_project):
 
 
 def test_each_configuration_is_started_again_only_after_a_failure(result):
-    result.stdout.fnmatch_lines(["* server starts for 9 configurations, reused * times"])
+    result.stdout.fnmatch_lines(["* server starts for 10 configurations, reused * times"])
     result.stdout.fnmatch_lines(["sim-tp2: hung 1 time", "*: sim-tp2 in test_it.py::test_hang (test_timeout): *"])
 
 

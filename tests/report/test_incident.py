@@ -217,3 +217,14 @@ def test_limit_stays_below_the_supervisors(tmp_path):
     assert usual_limit(tmp_path) == LIMIT
     (tmp_path / "supervisor.json").write_text(json.dumps({"alarms": [{"name": "startup_budget", "limit": 10.0}]}))
     assert usual_limit(tmp_path) == 7.0
+
+
+@pytest.mark.parametrize(("answer", "code"), [("yes", EXIT_SPARE), ("no", EXIT_KILL)])
+def test_where_nothing_can_be_written_its_answers_decide(fake, answer, code):
+    """No stack can be taken then, yet a server that answers has no hang to be ended for."""
+    server = fake(ranks=2, answer=answer)
+    full = ["sh", "-c", 'ulimit -f 0 && exec "$@"', "sh"]
+    ran = subprocess.run([*full, *server.command("test_timeout")], capture_output=True, text=True, check=False)
+    assert server.lines() == []
+    assert "gpuserve: no incident: " in ran.stderr
+    assert ran.returncode == code
