@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import select
@@ -33,7 +34,7 @@ from .api_key import authorise
 from .control import Control, sweep_cookie
 from .handle import Server
 from .loop import STARVED
-from .paths import server_directory
+from .paths import STATE_VARIABLE, server_directory
 from .readiness import EXITED, Waiting, shown_tail, wait
 from .record import ServerRecord, boot_id
 from .witness_env import witness_environment
@@ -44,6 +45,7 @@ Incident = Callable[[Path, str], list[str]]
 STARTUP_ALARM = "startup_budget"
 READY = "ready"
 """File in a server's directory: its start-up is over. Before that, an idle server is one that hangs."""
+_NO_ROOM = (errno.ENOSPC, errno.EDQUOT, errno.EROFS)
 _SUPERVISOR = Path(__file__).with_name("supervisor.py")
 
 
@@ -158,8 +160,14 @@ def start(
         )
         _check_settings(record, launch)
         (record.directory / READY).touch(mode=0o600)  # the log of an engine that we do not know never says it
-    except BaseException:
+    except BaseException as error:
         attempt.abandon(limits.grace)
+        if isinstance(error, OSError) and error.errno in _NO_ROOM:
+            raise ServerStartError(
+                f"server {spec.id} was not started: {escape(str(error.filename or parent))}: {error.strerror}. Make "
+                f"room there, or set {STATE_VARIABLE} to a directory elsewhere.",
+                verdict="infra",
+            ) from None
         raise
     return server
 

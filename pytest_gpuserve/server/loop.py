@@ -141,6 +141,17 @@ class Loop:
                 handler()
 
 
+def hole(fd: int, begin: int) -> int:
+    """Bytes of the first hole of a file after ``begin``: a writer without O_APPEND goes on where it was before a cut.
+
+    To a page or two; 0 where the file system knows no holes.
+    """
+    with suppress(OSError):  # there is none, or no data behind it
+        start = os.lseek(fd, begin, os.SEEK_HOLE)
+        return os.lseek(fd, start, os.SEEK_DATA) - start
+    return 0
+
+
 class Log:
     """The server's output: where it reaches its limit, and the knife that keeps it there.
 
@@ -162,8 +173,8 @@ class Log:
                 self.fd = os.open(self.path, os.O_WRONLY | os.O_APPEND | os.O_CLOEXEC)
             size = os.fstat(self.fd).st_size
             if size > most:
+                self.cut += size - self.most - hole(self.fd, self.most)
                 os.ftruncate(self.fd, self.most)
-                self.cut += size - self.most
                 told = f"\n[gpuserve: {self.cut} bytes are left out here: this log reached its limit (log-limit)]\n"
                 os.write(self.fd, told.encode())
                 size = self.most

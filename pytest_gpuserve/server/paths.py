@@ -57,10 +57,16 @@ def session_directory() -> Path:
         me = procfs.process_id(os.getpid())
         start = me.start if me else 0
         path = root / "sessions" / f"{os.getpid()}-{start}-{secrets.token_hex(4)}"
-        path.parent.mkdir(mode=0o700, exist_ok=True)
-        path.mkdir(mode=0o700)
-        with open(os.open(path / MARKER, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
-            json.dump(here(), file)
+        try:
+            path.parent.mkdir(mode=0o700, exist_ok=True)
+            path.mkdir(mode=0o700)
+            with open(os.open(path / MARKER, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600), "w") as file:
+                json.dump(here(), file)
+        except OSError as error:
+            raise GpuserveError(
+                f"{path} cannot be written: {error.strerror}. Make room there, or set {STATE_VARIABLE} to a directory "
+                f"elsewhere."
+            ) from None
         _sessions[key] = path
     return _sessions[key]
 

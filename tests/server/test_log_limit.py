@@ -78,6 +78,21 @@ def test_a_log_that_lost_its_name_is_bounded_all_the_same(tmp_path: Path) -> Non
         os.close(fd)
 
 
+@pytest.mark.parametrize("append", [os.O_APPEND, 0])
+def test_what_is_left_out_is_counted_once(tmp_path: Path, append: int) -> None:
+    """A server that opens its log anew, without O_APPEND, goes on behind what was cut: before it is a hole."""
+    path = tmp_path / "log"
+    writer = os.open(path, os.O_WRONLY | os.O_CREAT | append)
+    log = Log(str(path), MB)
+    for turn in range(1, 5):
+        os.write(writer, b"x" * (4 * MB))
+        log.look(10.0 * turn)
+    assert log.cut == pytest.approx(15 * MB, abs=MB // 2)
+    assert os.fstat(writer).st_size < MB + 200
+    for fd in (writer, log.fd):
+        os.close(fd)
+
+
 def test_how_soon_it_is_looked_at_again(tmp_path: Path) -> None:
     """The nearer the limit the sooner; a log that cannot be had, or is no larger than its limit, stays as it is."""
     path = tmp_path / "log"

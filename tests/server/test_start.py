@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import signal
@@ -18,8 +19,8 @@ import pytest
 
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.engines.base import Launch, ReadyProbe
-from pytest_gpuserve.errors import EngineError, ServerStartError, SpecError
-from pytest_gpuserve.server import lifecycle, ports
+from pytest_gpuserve.errors import EngineError, GpuserveError, ServerStartError, SpecError
+from pytest_gpuserve.server import lifecycle, paths, ports
 from pytest_gpuserve.server.paths import session_directory
 from pytest_gpuserve.server.readiness import exit_text, log_tail, shown_tail
 from pytest_gpuserve.spec import ServerSpec
@@ -392,3 +393,31 @@ def test_a_server_that_runs_with_other_settings(
     assert told in str(caught.value)
     assert line.partition(" ")[2] in str(caught.value)
     assert tagged.alive() == {}
+
+
+@pytest.mark.parametrize("name", ["save", "spawn"])
+def test_a_full_disk_is_told_in_a_sentence(serve: Any, tagged: Any, monkeypatch: pytest.MonkeyPatch, name: str) -> None:
+    """Not in a traceback, which would show the record with the key that was made for it."""
+
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(lifecycle.ServerRecord if name == "save" else lifecycle._Attempt, name, full)
+    with pytest.raises(ServerStartError, match=r"No space left on device.*GPUSERVE_STATE") as caught:
+        serve()
+    assert caught.value.verdict == "infra"
+    assert str(session_directory()) in str(caught.value)
+    assert caught.value.__suppress_context__
+    assert tagged.alive() == {}
+
+
+def test_a_session_that_cannot_be_written_is_told_in_a_sentence(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setenv("GPUSERVE_STATE", str(tmp_path / "new"))
+    monkeypatch.setattr(paths.json, "dump", full)
+    with pytest.raises(GpuserveError, match=rf"{tmp_path}.* cannot be written: No space left on device"):
+        session_directory()
