@@ -59,6 +59,9 @@ RESULTS: Final = "GPUSERVE_RESULTS"
 COLLECTION: Final = "collection"
 """There, as ``error`` of a line: a module or a directory could not be collected, so its tests are not known."""
 
+LOST_PROCESS: Final = "lost process"
+"""Likewise: the process that ran the test (a worker of pytest-xdist, a child of pytest-forked) died under it."""
+
 STARTED: Final = {"started": True}
 """The first line of a session in that file; a command may run several sessions, one after the other."""
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from ..shape import Maybe, checked
-from ..vocabulary import COLLECTION
+from ..vocabulary import COLLECTION, LOST_PROCESS
 from .signature import ENVIRONMENT, Signature
 
 GOOD, BAD, SKIP, BROKEN = 0, 1, 125, 128
@@ -140,6 +140,9 @@ def judge_session(session: Session, target: Signature | None, tests: Sequence[st
     lost = [r for r in session.reports if r.error == COLLECTION]
     if lost:
         return Judged(SKIP, f"{lost[0].nodeid or 'a test module'} could not be collected:{_short(lost[0].reason)}")
+    died = [r for r in session.reports if r.error == LOST_PROCESS]
+    if died:
+        return Judged(SKIP, f"{died[0].nodeid} did not end, its process did:{_short(died[0].reason)}")
     if session.timed_out or session.code not in (0, 1, 5):
         return Judged(SKIP, _code_text(session))
     if not session.whole:

@@ -14,7 +14,7 @@ from typing import Any
 
 import pytest
 
-from ..vocabulary import COLLECTION, FINISHED, RESULTS, STARTED
+from ..vocabulary import COLLECTION, FINISHED, LOST_PROCESS, RESULTS, STARTED
 
 _PACKAGE = Path(__file__).parents[1]
 
@@ -57,6 +57,8 @@ class Results:
             for name, value in report.user_properties
             if name in ("gpuserve_verdict", "gpuserve_phase", "gpuserve_incident")
         }
+        if str(report.when) == "???" and "verdict" not in entry:  # as xdist and pytest-forked tell of a death
+            entry |= {"outcome": "error", "error": LOST_PROCESS}
         if rerun:
             self._rerun.add(report.nodeid)
         if rerun or report.when == "teardown":

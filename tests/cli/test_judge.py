@@ -60,6 +60,8 @@ def place(tmp_path: Path) -> Place:
     return Place(tmp_path)
 
 
+KILLED = "import os, signal\ndef test_it(): os.kill(os.getpid(), signal.SIGKILL)"
+
 OURS = """
 import pytest
 @pytest.mark.gpuserve(engine="sim")
@@ -102,7 +104,9 @@ def test_it():
         ("import no_such", ["test_it.py::test_it"], 125, "could not be collected"),
         ("import no_such", ["-n", "1"], 125, "could not be collected"),
         ("def test_it(): pass", ["--no-such-option"], 125, "exit code 4 (wrong usage)"),
-        ("import os, signal\ndef test_it(): os.kill(os.getpid(), signal.SIGKILL)", [], 125, "killed by signal 9"),
+        (KILLED, [], 125, "killed by signal 9"),
+        (KILLED, ["-n", "1"], 125, "did not end, its process did: worker 'gw0' crashed"),
+        (KILLED + "\ndef test_b(): assert 0", ["-n", "1"], 1, "test_b"),
         ("import os\ndef test_it(): os._exit(0)", [], 125, "before its session was over"),
         ("def test_it(): pass", ["-p", "no:gpuserve"], 128, "did not report any test"),
         (OURS, ["--gpuserve=skip"], 125, "was skipped by us"),
