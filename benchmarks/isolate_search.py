@@ -1,6 +1,6 @@
 """Launches of ``gpuserve isolate``'s search on planted minimal failing sets, against three textbook algorithms.
 
-``python benchmarks/isolate_search.py [--seeds 200] [--only q=0.5]``. Search launches count against the floor
+``python benchmarks/isolate_search.py [--seeds 200] [--rates 0.5]``. Search launches count against the floor
 log2 C(n, k); calibration and verification are counted apart. The rivals get the repro rate for nothing: they repeat
 every question r times and take any failure for the answer.
 """
