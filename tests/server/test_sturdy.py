@@ -186,7 +186,8 @@ def test_signals_of_a_terminal_are_ignored_and_given_back_to_the_server(tmp_path
     status = Path(f"/proc/{pid}/status").read_text()
     ignored = int(next(line for line in status.splitlines() if line.startswith("SigIgn")).split()[1], 16)
     blocked = int(next(line for line in status.splitlines() if line.startswith("SigBlk")).split()[1], 16)
-    assert (ignored, blocked) == (0, 0)
+    terminal = 1 << 0 | 1 << 1 | 1 << 14  # others may be ignored because whoever runs the tests has them ignored
+    assert (ignored & terminal, blocked) == (0, 0)
     os.kill(pid, 15)
     wait_for(lambda: ask(directory, do="status")["exit"] == -15)
     ask(directory, do="stop", grace=0)
