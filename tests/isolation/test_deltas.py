@@ -110,15 +110,6 @@ def test_remedies_replace_flags_and_those_that_help_come_first() -> None:
     argv = parts.command(range(len(parts.deltas)), first).argv
     assert argv.count("--attention-backend") == 1
     assert argv[argv.index("--attention-backend") + 1] == "triton"
-    places = parts_of("PORT={port} X=1 ./server --listen {host}:{port} --y", GENERIC)
-    base = places.command(())
-    assert (base.argv, base.env) == (("./server", "--listen", "{host}:{port}"), (("PORT", "{port}"),)), (
-        "never taken away"
-    )
-    assert not places.port_added
-    typed = places.typed(places.command(range(2)))
-    assert shell.line(typed.argv, typed.env) == "PORT=30000 X=1 ./server --listen 127.0.0.1:30000 --y"
-    assert parts_of("./server --y", GENERIC).port_added
     cold = next(remedy for remedy in parts.remedies if remedy.name == "cold caches")
     assert dict(parts.command((), cold, "/empty").env)["TRITON_CACHE_DIR"] == "/empty/triton"
 
