@@ -47,15 +47,15 @@ EQUAL: dict[str, dict[str, str]] = {
         "8  ->  9": BOUND,
         "state.belief.posterior().weight.get(mask_of(deltas), 0.0) >= _LIKELY  ->  "
         "state.belief.posterior().weight.get(mask_of(deltas), 0.0) > _LIKELY": NEVER_JUST,
-        "(belief := state.belief.posterior()).weight[belief.best] < min(_LIKELY, state.confidence)  ->  "
-        "(belief := state.belief.posterior()).weight[belief.best] <= min(_LIKELY, state.confidence)": NEVER_JUST,
+        "(belief := state.belief.posterior()).weight[belief.best] < enough  ->  "
+        "(belief := state.belief.posterior()).weight[belief.best] <= enough": NEVER_JUST,
         "belief.weight[mask] >= max(_SURE, state.confidence)  ->  "
         "belief.weight[mask] > max(_SURE, state.confidence)": NEVER_JUST,
         "low + 1  ->  low - 1   in: first, last = (low + 1, high - 1)": "what passed is never most uncertain",
         "high - low  ->  high + low   in: longest = min(half, high - low - half // 2)": (
             "as many launches for 5 to 23 deltas"
         ),
-        "0  ->  1   in: if state.left <= 0:": BOUND,
+        "0  ->  1   in: if min(state.left(), state.left('verify')) <= 0:": BOUND,
         "other <= rest  ->  other < rest   in: if any((other <= rest for other in state.sets[1:])):": (
             "two deltas are missing in what was found without an earlier one"
         ),

@@ -155,8 +155,7 @@ def _end(child: subprocess.Popen[bytes]) -> None:
 
 
 def _read(path: Path) -> tuple[tuple[Report, ...] | None, bool]:
-    """Its tests, None when the plugin did not report at all, and whether each session came to its
-    end."""
+    """Its tests, None when the plugin did not report at all, and whether each session came to its end."""
     try:
         lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
     except OSError:

@@ -142,7 +142,7 @@ def _search(state: _State, calibrate: int, others: bool) -> Asking[Finding]:
     if found is None:
         found = yield from _information_gain(state)
     while not (yield from _verify(state, found)):
-        if min(state.left, state.proofs_left) <= 0:
+        if min(state.left(), state.left("verify")) <= 0:
             return state.finding("undecided", [deltas_of(state.belief.posterior().best)])
         found = yield from _information_gain(state)
     state.sets.append(found)
@@ -173,13 +173,8 @@ class _State:
         for trial in self.evidence:
             self._weigh(trial)
 
-    @property
-    def left(self) -> int:
-        return self.budget - sum(1 for trial in self.trials if trial.purpose == "search")
-
-    @property
-    def proofs_left(self) -> int:
-        return self.budget - sum(1 for trial in self.trials if trial.purpose == "verify")
+    def left(self, purpose: Purpose = "search") -> int:
+        return self.budget - sum(1 for trial in self.trials if trial.purpose == purpose)
 
     @property
     def known(self) -> list[Trial]:
@@ -252,7 +247,7 @@ def _prefix_bisection(state: _State) -> Asking[frozenset[int] | None]:
         while high - low > 1:
             middle = _split(state, fixed, order, low, high) if low >= 0 else 0
             verdict = yield from _known_or_ask(state, fixed | frozenset(order[:middle]))
-            if verdict == "unresolved" or state.left <= 0:
+            if verdict == "unresolved" or state.left() <= 0:
                 return None
             low, high, passed = (low, middle, 0) if verdict == "fail" else (middle, high, passed + 1)
             failing = fixed | frozenset(order[:high])
@@ -289,7 +284,8 @@ def _known_or_ask(state: _State, deltas: frozenset[int]) -> Asking[Outcome]:
 
 def _information_gain(state: _State) -> Asking[frozenset[int]]:
     """Launch what tells most about the set until one set is likely, or the budget ends; the likeliest set."""
-    while (belief := state.belief.posterior()).weight[belief.best] < min(_LIKELY, state.confidence) and state.left > 0:
+    enough = min(_LIKELY, state.confidence)
+    while (belief := state.belief.posterior()).weight[belief.best] < enough and state.left() > 0:
         if not (yield from state.ask_most_informative("search")):
             return deltas_of(belief.best)
     return deltas_of(belief.best)
