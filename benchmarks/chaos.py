@@ -199,7 +199,8 @@ class Run:
                 stderr=out,
                 start_new_session=True,
             )
-        self.begun = time.monotonic()
+        self.begun, self.engine = time.monotonic(), options.engine
+        self.before = set(os.listdir("/dev/shm"))
 
     def members(self) -> dict[int, str]:
         """Live processes that inherited the tag, with their command line."""
@@ -252,10 +253,9 @@ class Run:
         for path in self.leases.glob("*") if self.leases.is_dir() else ():
             if path.name.startswith(("lease-", "device-", "ticket-")) and lease_files.locked(path):
                 left.append(f"lease {path.name}")
-        names = [path.name for path in Path("/dev/shm").glob("gpuserve_sim_loads_*")]
+        new = set(os.listdir("/dev/shm")) - self.before
         for record in self.records():
-            mark = f"gpuserve_sim_loads_{record.root.pid}-" if record.root else "-"
-            left += [f"shm {name}" for name in names if name.startswith(mark) and name in noted(record)]
+            left += [f"shm {name}" for name in sorted(new & noted(record))]
             try:
                 ports.hold("127.0.0.1", record.port).release()
             except ServerStartError as error:
@@ -265,7 +265,11 @@ class Run:
 
     def unnoted(self) -> list[str]:
         """Files in /dev/shm that are left since they were made so shortly before the kill that no supervisor saw whose
-        they are: not to be unlinked by the rule, removed here."""
+        they are: not to be unlinked by the rule. Those of the embedded engine tell whose they are and are removed here;
+        of another engine all new ones count, whoever made them."""
+        if self.engine != "sim":
+            known = set[str]().union(*map(noted, self.records()))
+            return sorted(set(os.listdir("/dev/shm")) - self.before - known)
         found = []
         for record in self.records():
             for path in Path("/dev/shm").glob(f"gpuserve_sim_loads_{record.root.pid}-*" if record.root else "-"):
