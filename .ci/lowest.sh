@@ -12,4 +12,4 @@ trap 'rm -rf "$work"' EXIT
 "$work/tools/bin/uv" pip freeze --python "$work/venv" | grep -i '^pytest\|^requests\|^psutil\|^py-spy\|^nvidia\|^setproctitle\|^allpairspy'
 "$work/venv/bin/python" -m pytest -q -p no:cacheprovider examples/quickstart tests/test_spec.py tests/isolation/test_matrix.py \
     tests/isolation/test_conclude.py tests/plugin/test_options.py tests/plugin/test_resolve.py tests/diagnose/test_merge.py \
-    tests/diagnose/test_verdict.py tests/report/test_redact.py tests/gpu/test_gpu.py
+    tests/diagnose/test_verdict.py tests/redaction/test_redact.py tests/gpu/test_gpu.py

@@ -22,13 +22,13 @@ from pytest_gpuserve.diagnose.triage_reader import Reader
 from pytest_gpuserve.diagnose.triage_rules import load
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.phases.reader import PhaseReader
+from pytest_gpuserve.redaction.redact import Redactor
 from pytest_gpuserve.report.again import judge_again, written_again
 from pytest_gpuserve.report.bundle_check import check
 from pytest_gpuserve.report.bundle_reader import Bundle, open_bundles
 from pytest_gpuserve.report.html import PageError, write_bundle_page, write_session_page
 from pytest_gpuserve.report.issue import issue
 from pytest_gpuserve.report.pages import verdict_page
-from pytest_gpuserve.report.redact import Redactor
 from pytest_gpuserve.report.repro import script
 
 DATA = Path(__file__).parent / "data"

@@ -18,6 +18,7 @@ from ..engines.features import features_of
 from ..errors import GpuserveError, SpecError
 from ..isolation.deltas import split
 from ..procfs import ProcessId
+from ..redaction.redact import shown_command
 from ..server import ports
 from ..server.paths import server_directory, session_directory
 from ..server.record import ServerRecord, boot_id
@@ -47,7 +48,7 @@ def attach(arguments: argparse.Namespace, screen: Screen) -> int:
     watched = Watched(record, Settings(budgets=budgets, others=True), None)
     probe = get_engine(record.engine).ready(replace(record.spec, ready=arguments.ready))
     canary = Canary(record, probe, arguments.probe_every, screen.say)
-    title = one_line(" ".join(record.argv), 100)
+    title = one_line(shown_command(record.argv), 100)
     screen.say(f"watching pid {record.root.pid} ({title}) at {record.url}, engine {record.engine}. It is never ended.")
     canary.start()
     try:

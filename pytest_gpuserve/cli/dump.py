@@ -22,10 +22,10 @@ from ..diagnose.roles import any_role
 from ..diagnose.verdict import judge
 from ..errors import GpuserveError
 from ..procfs import Stat
+from ..redaction.redact import Redactor, shown_command
 from ..report.files import Store, safe_name
 from ..report.gather import tree
 from ..report.incident_text import stacks_text
-from ..report.redact import Redactor
 from ..server.record import load, processes
 from ..text import escape, one_line
 
@@ -146,7 +146,7 @@ def resolve(text: str) -> Target | Matches:
     for pid in sorted(procfs.pids()):
         title = " ".join(procfs.cmdline(pid))
         if text.lower() in title.lower() and pid not in (os.getpid(), os.getppid()):
-            found.append((pid, title))
+            found.append((pid, shown_command(title)))
     return Matches(text, found[:50])
 
 
@@ -154,9 +154,9 @@ def _by_number(number: int, kind: str) -> Target:
     stat = procfs.stat(number) if kind != "port" else None
     listeners = machine.listeners(number) if kind != "pid" and number < 65536 else ()
     if stat is not None and listeners:
+        command = one_line(shown_command(procfs.cmdline(number)) or stat.comm, 60)
         raise GpuserveError(
-            f"{number} is a process ({one_line(' '.join(procfs.cmdline(number)) or stat.comm, 60)}) and a port that "
-            f"somebody listens on. Write pid:{number} or :{number}."
+            f"{number} is a process ({command}) and a port that somebody listens on. Write pid:{number} or :{number}."
         )
     if listeners == (-1,):
         raise GpuserveError(f"the process that listens on port {number} cannot be seen: run as its user, or as root.")
@@ -168,7 +168,7 @@ def _by_number(number: int, kind: str) -> Target:
     ours = [os.getpid(), *_ancestors(os.getpid(), table)]
     if above := next((top for top in tops if top in ours), None):
         raise GpuserveError(
-            f"process {above} ({one_line(' '.join(procfs.cmdline(above)) or 'unknown', 60)}) is this command, or "
+            f"process {above} ({one_line(shown_command(procfs.cmdline(above)) or 'unknown', 60)}) is this command, or "
             f"started it: everything below it would be stopped for a moment and taken for one server. Name the "
             f"server's own process or port."
         )

@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import Final
 
 from ..errors import GpuserveError
+from ..redaction.redact import Redactor
 from ..report.again import render, written_again
 from ..report.bundle_check import Check, check
 from ..report.bundle_reader import SIGNS, Bundle, open_bundles
@@ -18,7 +19,6 @@ from ..report.files import Store
 from ..report.html import write_bundle_page
 from ..report.issue import issue
 from ..report.pages import sections
-from ..report.redact import Redactor
 from ..text import escape, one_line
 
 EXIT_CODES: Final = {"ready": 0, "hang": 3, "stalled": 3, "slow": 4, "degraded": 4, "undecided": 5}

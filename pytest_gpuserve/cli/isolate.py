@@ -19,7 +19,7 @@ from ..isolation.deltas import split
 from ..isolation.search import Trial
 from ..isolation.signature import Signature
 from ..isolation.variants import CommandLine, Variants, from_matrix
-from ..report.redact import Redactor
+from ..redaction.redact import Redactor
 from ..server.gpu_pool import GpuPool, gpu_pool
 from ..server.lifecycle import Limits
 from ..shape import read

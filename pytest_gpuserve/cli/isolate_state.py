@@ -14,8 +14,8 @@ from typing import Any
 from ..errors import GpuserveError
 from ..isolation.search import Outcome
 from ..isolation.signature import Signature, outcome
+from ..redaction.redact import Redactor
 from ..report.files import Store
-from ..report.redact import Redactor
 from ..server.greedy import Greedy
 from ..shape import NUMBER, OBJECT, Maybe, checked, read
 from ..text import one_line

@@ -16,7 +16,7 @@ from ..isolation.deltas import Command
 from ..isolation.plan import minutes
 from ..isolation.search import Trial
 from ..isolation.variants import Variants
-from ..report.redact import Redactor
+from ..redaction.redact import Redactor
 from ..text import one_line
 from .isolate_state import Run, State
 

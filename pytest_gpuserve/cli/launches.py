@@ -201,7 +201,7 @@ class Launcher:
                 pids.extend(_pids(where[0]) if where else ())
                 text = _text(error)
                 if where and spec.engine == "command":  # whose logs nobody can read for a cause
-                    text += f"\n{shown_tail(where[0] / 'server.log', 5)}"
+                    text += f"\n{shown_tail(load(where[0]), lines=5)}"
                 return seen(_signature(error, where[0] if where else None, spec), text, error.incident)
             try:
                 say("ready; checking")

@@ -15,8 +15,8 @@ def fill(state: State, incident: str | None) -> None:
     hook = state.config.hook.pytest_gpuserve_bundle
     if not incident or not hook.get_hookimpls():
         return
+    from ..redaction.redact import Redactor
     from ..report.bundle_extra import Extra
-    from ..report.redact import Redactor
 
     directory = Path(incident)
     if not directory.is_dir():

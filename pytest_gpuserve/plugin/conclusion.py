@@ -159,8 +159,8 @@ class Conclusions:
     def _write(self, said: Conclusion, specs: Mapping[str, Any], incidents: Mapping[str, str]) -> str:
         """``matrix.json``, ``matrix-2.json`` …: what can be gone on from. Returns how the terminal names it."""
         from ..isolation.conclude import SCHEMA
+        from ..redaction.redact import Redactor
         from ..report.files import place_of
-        from ..report.redact import Redactor
 
         directory = self._state.settings.artifacts
         if directory is None:

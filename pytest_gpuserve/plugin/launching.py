@@ -9,13 +9,12 @@ from pathlib import Path
 import pytest
 
 from ..engines import get_engine
-from ..errors import GpuserveError, ServerStartError
+from ..errors import ServerStartError
 from ..server.leases import Lease
 from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
 from ..vocabulary import LOG_LIMIT
 from .bundles import fill
-from .concealing import conceal
 from .evidence import SESSION_ALARM, Evidence
 from .live import Live
 from .options import last_resort
@@ -66,14 +65,11 @@ def launch(
             tick=live.tick,
         )
     except ServerStartError as error:
-        conceal(error, spec)
         spared = spec.key if limits.soft and error.verdict in ("hang", "slow", "undecided") else None
         state.ledger.start_failed(spec, error, item.nodeid if item is not None else None, spared)
         fill(state, error.incident)
         raise
-    except BaseException as error:
-        if isinstance(error, GpuserveError):
-            conceal(error, spec)
+    except BaseException:
         state.ledger.not_started(spec)
         raise
     finally:

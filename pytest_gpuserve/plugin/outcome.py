@@ -14,7 +14,6 @@ from ..errors import GpuserveError, ServerError, ServerExitedError, ServerHungEr
 from ..text import escape
 from ..vocabulary import LOG_LIMIT
 from .bundles import fill
-from .concealing import conceal
 from .evidence import MANUAL, SESSION_ALARM, TEST_ALARM
 from .state import ERROR, State
 
@@ -44,8 +43,6 @@ class Outcome:
             state.clock.say_what_was_asked(item, call.excinfo.value)
         if call.excinfo is not None and isinstance(call.excinfo.value, GpuserveError):
             _end_in_their_code(call.excinfo.value, call.excinfo.tb)
-            if isinstance(call.excinfo.value, (ServerExitedError, ServerHungError)):  # these quote the log
-                conceal(call.excinfo.value, *(slot.server.spec for slot in slots))
         if call.when == "setup" and call.excinfo is None:
             item.user_properties[:] = [entry for entry in item.user_properties if entry[0] not in _PROPERTIES]
             if ERROR in item.stash:

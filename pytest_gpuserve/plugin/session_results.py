@@ -57,7 +57,7 @@ class SessionResults(Results):
 def open_log(state: State) -> ResultsLog | None:
     """None where nothing is to be written, or nothing can be."""
     from ..procfs import process_id
-    from ..report.redact import Redactor
+    from ..redaction.redact import Redactor
     from ..report.results_log import NAME as FILE
     from ..report.results_log import ResultsLog
 

@@ -7,12 +7,12 @@ from typing import Final
 
 from .. import foreign
 from ..errors import GpuserveError
+from ..redaction.redact import Redactor
 from ..text import one_line
 from .bundle import NAME
 from .bundle_reader import Bundle, Directory
 from .files import MOST_TEXT, Store, safe_name
 from .log_parts import shown
-from .redact import Redactor
 
 FOLDER: Final = "extra"
 MOST_FILES: Final = 200

@@ -18,7 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import foreign
-from .redact import Redactor
+from ..redaction.redact import Redactor
 
 MARKER = ".gpuserve"
 """File in every directory that we made: only those are ever pruned."""

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import BinaryIO, Final
 
 from .. import foreign
+from ..redaction.redact import Redactor
+from ..redaction.stream import RedactingWriter
 from ..text import escape
 from .files import Store, Stores
-from .redact import Redactor
-from .redact_stream import RedactingWriter
 
 WHOLE: Final = 256 << 10
 """Bytes of a log that is kept whole."""

@@ -17,8 +17,8 @@ from .. import procfs
 from ..diagnose.evidence import Front
 from ..diagnose.model import Frame, ProcessDump
 from ..engines.base import Engine, ReadyProbe
+from ..redaction.sensitive import is_secret_name
 from ..server.record import ServerRecord
-from .sensitive import is_secret_name
 
 HEALTH = "/health"
 """Static in most engines; where it makes a token too, ``/`` tells the same by any answer at all."""

@@ -14,8 +14,8 @@ from contextlib import suppress
 from pathlib import Path
 from typing import Any, Final
 
+from ..redaction.redact import Redactor
 from .files import free_for, make_artifacts, place_of
-from .redact import Redactor
 
 NAME: Final = "results.jsonl"
 SCHEMA: Final = "gpuserve.results/1"

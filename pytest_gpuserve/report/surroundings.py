@@ -16,13 +16,13 @@ from typing import Any, Final
 from .. import foreign
 from ..engines.base import Engine
 from ..gpu import Gpu
+from ..redaction.redact import Redactor
 from ..server.record import ServerRecord
 from . import bundle, log_parts, repro, results_log, versions
 from .again import render
 from .bundle_reader import Bundle, Directory
 from .files import Stores, place_of
 from .gather import Later
-from .redact import Redactor
 
 TESTS: Final = 400
 """Lines of the session's results that an incident keeps."""

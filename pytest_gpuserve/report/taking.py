@@ -23,6 +23,7 @@ from ..diagnose.verdict import judge
 from ..engines import get_engine
 from ..engines.base import Engine
 from ..gpu import Gpu
+from ..redaction.redact import Redactor
 from ..server.control import Control
 from ..server.loop import STARVED, waited
 from ..server.record import ServerRecord, current_test, processes
@@ -32,7 +33,6 @@ from .bundle import prune
 from .files import incident_name, open_stores, put_line
 from .gather import Later, Scene
 from .probe import Probe, ask, test_waits
-from .redact import Redactor
 from .stack_rounds import StackRounds, pause_before
 from .surroundings import Surroundings
 

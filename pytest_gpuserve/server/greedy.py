@@ -104,7 +104,7 @@ def ask(
         except (ValueError, LookupError, TypeError, AttributeError):
             raise ServerError(
                 f"{server.spec.id}: a completion was answered {answer.status_code} without a text: "
-                f"{escape(answer.text[:300])}",
+                f"{server.record.shown(answer.text[:2000])[:300]}",
                 verdict="crash" if answer.status_code >= 500 else "config",
             ) from None
     return found

@@ -218,17 +218,17 @@ class Server:
                 limit = self._dump_limit + _GIVE_UP
                 self._why = post_mortem(self.record, self.control, lambda: self.dump(EXITED), limit)
         why = self._why
-        text = f"server {self.spec.id} {exit_text(code)}. {why.told()}"
+        text = self.record.redactor.redact(f"server {self.spec.id} {exit_text(code)}. {why.told()}")
         return ServerExitedError(text, verdict=why.verdict, incident=why.incident)
 
     def _hung(self, name: str) -> ServerHungError:
         found = self.incidents()
         last = found[-1] if found else {}
         directory = last.get("incident")
-        text = str(last.get("text") or f"its alarm {name} went off. {shown_tail(self.log_path)}")
+        text = str(last.get("text") or f"its alarm {name} went off. {shown_tail(self.record)}")
         evidence = where_it_is(directory, text)
         return ServerHungError(
-            f"server {self.spec.id} was ended ({name}): {text}{evidence}",
+            self.record.redactor.redact(f"server {self.spec.id} was ended ({name}): {text}{evidence}"),
             verdict=str(last.get("verdict") or "hang"),
             incident=directory,
         )
@@ -366,9 +366,8 @@ class Server:
         )
         found = self.incidents()[known:]
         if not found or not found[-1].get("incident"):
-            raise ServerError(
-                f"no incident was written for {self.spec.id}. {shown_tail(self.directory / 'supervisor.log')}"
-            )
+            tail = shown_tail(self.record, self.directory / "supervisor.log")
+            raise ServerError(f"no incident was written for {self.spec.id}. {tail}")
         return Path(str(found[-1]["incident"]))
 
     # The end

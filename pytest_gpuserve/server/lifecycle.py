@@ -24,7 +24,7 @@ from ..engines.base import Engine, Launch
 from ..engines.fatbin import Capability
 from ..engines.kernels import unsupported
 from ..engines.settled import HEAD, downgrades
-from ..errors import EngineError, ServerStartError, SpecError
+from ..errors import EngineError, GpuserveError, ServerStartError, SpecError
 from ..procfs import ProcessId
 from ..spec import ServerSpec
 from ..text import escape
@@ -36,7 +36,7 @@ from .handle import Server
 from .loop import STARVED
 from .paths import STATE_VARIABLE, server_directory
 from .readiness import EXITED, Waiting, shown_tail, wait
-from .record import ServerRecord, boot_id
+from .record import ServerRecord, boot_id, redactor_of
 from .witness_env import witness_environment
 
 Incident = Callable[[Path, str], list[str]]
@@ -115,6 +115,7 @@ def start(
         launch, api_key = authorise(spec, launch, record.directory)
         record = replace(record, api_key=api_key)
         record.save()
+        attempt.record = record
         (record.directory / "markers").mkdir(mode=0o700)
         argv = incident(record.directory, STARTUP_ALARM)
         budget_over = time.monotonic() + limits.startup
@@ -137,7 +138,6 @@ def start(
         if not shutil.which(launch.argv[0], path=path) and os.sep not in launch.argv[0]:
             raise _no_program(record, f"{launch.argv[0]}: not found in PATH")
         attempt.port.hand_over()
-        attempt.record = record
         record = attempt.spawn(config, limits)
         control = Control(record.directory, record.supervisor)
         assert attempt.process is not None
@@ -168,6 +168,8 @@ def start(
                 f"room there, or set {STATE_VARIABLE} to a directory elsewhere.",
                 verdict="infra",
             ) from None
+        if isinstance(error, GpuserveError):  # whoever asked for the server: a person is told
+            (attempt.record.redactor if attempt.record else redactor_of(spec)).conceal(error)
         raise
     return server
 
@@ -280,10 +282,8 @@ class _Attempt:
         if "error" in found:
             raise _no_program(self.record, f"{found['what']}: {found['error']}")
         if not found:
-            raise ServerStartError(
-                f"the supervisor of {self.record.spec.id} did not start. {shown_tail(directory / 'supervisor.log')}",
-                verdict="infra",
-            )
+            tail = shown_tail(self.record, directory / "supervisor.log")
+            raise ServerStartError(f"the supervisor of {self.record.spec.id} did not start. {tail}", verdict="infra")
         supervisor = procfs.process_id(self.process.pid)
         self.record = replace(self.record, supervisor=supervisor, root=ProcessId(found["pid"], found["start"]))
         self.record.save()
@@ -303,8 +303,9 @@ class _Attempt:
 
 
 def _no_program(record: ServerRecord, what: str) -> EngineError:
+    command = record.shown(" ".join(record.argv), 300)
     return EngineError(
-        f"{record.spec.id} cannot be started: {escape(what)}. Its command is {escape(' '.join(record.argv), 300)}; "
+        f"{record.spec.id} cannot be started: {record.shown(what)}. Its command is {command}; "
         f"change command, args, env, python or cwd in the gpuserve mark, or install the engine."
     )
 

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 
 from .. import procfs
 from ..errors import ServerStartError
+from ..redaction.redact import shown_command
 from ..text import one_line
 
 FIRST, LAST = 20000, 32767
@@ -154,7 +155,7 @@ def describe(listener: Listener) -> str:
     pids = holders(listener.inode)
     if not pids:
         return f"a process of user id {listener.uid} that cannot be seen from here (at {listener.address})"
-    return ", ".join(f"pid {pid} ({one_line(' '.join(procfs.cmdline(pid)), 120)})" for pid in pids[:3])
+    return ", ".join(f"pid {pid} ({one_line(shown_command(procfs.cmdline(pid)), 120)})" for pid in pids[:3])
 
 
 def _try(host: str, number: int) -> Port | None:

@@ -18,7 +18,6 @@ from typing import Any
 from .. import foreign, shell
 from ..engines.base import ReadyProbe
 from ..errors import GpuserveError, ServerStartError
-from ..text import escape
 from ..vocabulary import LOG_LIMIT
 from . import ports
 from .control import Control, Event, SupervisorGoneError, sweep_cookie
@@ -63,9 +62,10 @@ def log_tail(path: Path, lines: int = 50) -> str:
     return "\n".join(found[-lines:])
 
 
-def shown_tail(path: Path, lines: int = 20) -> str:
-    """The end of a log for an error message: escaped, long lines cut."""
-    tail = escape(log_tail(path, lines), 300)
+def shown_tail(record: ServerRecord, path: Path | None = None, lines: int = 20) -> str:
+    """The end of its log, or of another one of it, for an error message: redacted, escaped, long lines cut."""
+    path = path or record.log
+    tail = record.shown(log_tail(path, lines), 300)
     return f"Last lines of {path}:\n{tail}" if tail else f"Its log {path} is empty."
 
 
@@ -112,7 +112,7 @@ class Why:
 
 def why_it_exited(record: ServerRecord, reason: str = EXITED) -> Why:
     """What the last incident for ``reason`` knows; without one, the end of the log alone."""
-    tail = shown_tail(record.log)
+    tail = shown_tail(record)
     found = [entry for entry in incidents(record.directory) if entry.get("reason") == reason]
     if not found:
         return Why(tail)
@@ -157,7 +157,7 @@ def lost_supervisor(record: ServerRecord, control: Control) -> str:
     trouble = log_tail(record.directory / "supervisor.log", 20)  # silent unless it failed by itself
     how = f"somebody killed pid {pid}"
     if "Traceback" in trouble:
-        how = f"pid {pid} failed, please report it: {escape(trouble.splitlines()[-1], 200)}"
+        how = f"pid {pid} failed, please report it: {record.shown(trouble.splitlines()[-1], 200)}"
     return f"lost its supervisor ({how}), so what was left of it has been ended.{unkillable}"
 
 
@@ -260,7 +260,7 @@ class _Wait:
         record = self._record
         return ServerStartError(
             f"server {record.spec.id} cannot be reached: {ports.port_taken(record.host, record.port, other)} It is not "
-            f"what we started ({escape(' '.join(record.argv), 300)}), so none of its answers is believed.",
+            f"what we started ({record.shown(' '.join(record.argv), 300)}), so none of its answers is believed.",
             verdict="port",
         )
 
@@ -289,7 +289,7 @@ class _Wait:
         if data is None:
             self._unknown = answer.status if answer.status in (404, 405) else None
         elif 400 <= answer.status < 500 and answer.status not in (408, 425, 429):
-            raise self._error(f"refuses a one-token request: {escape(text, 300)[:600]}", "config")
+            raise self._error(f"refuses a one-token request: {self._record.shown(text, 300)[:600]}", "config")
         return answer.status == 200
 
     def _tell(self, text: str) -> None:
@@ -322,7 +322,7 @@ class _Wait:
         """It exited by itself: the incident may know which rank died first, and why."""
         after = time.monotonic() - self._begun
         why = post_mortem(self._record, self._w.control, self._w.post_mortem, self._w.incident_limit)
-        command = escape(shell.line(self._record.argv), 300)
+        command = self._record.shown(shell.line(self._record.argv), 300)
         advice = f"Its command was {command}; the gpuserve mark decides it (engine, model, command, args, env, python)."
         return self._error(what, why.verdict, why.told(advice), why.incident, after)
 
@@ -343,7 +343,7 @@ class _Wait:
                 return
             budget = f"twice {budget}, and was spared the first time"
         verdict, directory = "hang", None
-        text = f"No incident was written; {record.directory / 'supervisor.log'} may say why. {shown_tail(record.log)}"
+        text = f"No incident was written; {record.directory / 'supervisor.log'} may say why. {shown_tail(record)}"
         if found := incidents(record.directory):
             verdict, directory = str(found[-1].get("verdict") or "hang"), found[-1].get("incident")
             text = str(found[-1].get("text") or text)

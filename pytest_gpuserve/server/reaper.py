@@ -20,6 +20,7 @@ from pathlib import Path
 from .. import procfs
 from ..errors import GpuserveError
 from ..procfs import ProcessId
+from ..redaction.redact import shown_command
 from ..text import one_line
 from . import cgroup
 from . import dead_sessions as dead
@@ -37,7 +38,7 @@ _SHM = Path("/dev/shm")
 
 @dataclass(frozen=True, slots=True)
 class Seen:
-    """A process as a person is told of it. ``age`` in seconds; ``command`` is foreign text."""
+    """A process as a person is told of it. ``age`` in seconds; ``command`` is foreign text, redacted."""
 
     id: ProcessId
     user: str
@@ -354,7 +355,7 @@ def look(id: ProcessId, command: str) -> Seen:
     from .lease_files import owner
 
     age = time.clock_gettime(time.CLOCK_BOOTTIME) - id.start / os.sysconf("SC_CLK_TCK")
-    return Seen(id, owner(id.pid) or "?", max(0.0, age), command)
+    return Seen(id, owner(id.pid) or "?", max(0.0, age), shown_command(command))
 
 
 def _some(things: Sequence[object]) -> str:

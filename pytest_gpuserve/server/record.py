@@ -3,20 +3,25 @@
 from __future__ import annotations
 
 import json
+import os
+from collections.abc import Iterable
 from dataclasses import dataclass, field
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from .. import procfs
 from ..errors import GpuserveError
 from ..procfs import ProcessId
+from ..redaction.redact import Redactor
 from ..spec import ServerSpec
+from ..text import escape
 
 ALARM_VARIABLE = "GPUSERVE_ALARM"
 """Environment of what an alarm runs (its value is the server's cookie): never taken for the server's own."""
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass(frozen=True)
 class ServerRecord:
     """What was launched.
 
@@ -59,6 +64,15 @@ class ServerRecord:
         """What every request to it must carry."""
         return {"Authorization": f"Bearer {self.api_key}"} if self.api_key else {}
 
+    @cached_property
+    def redactor(self) -> Redactor:
+        """Knows what is secret of this server: one for all that a message quotes of it."""
+        return redactor_of(self.spec, self.argv, self.api_key)
+
+    def shown(self, text: str, width: int | None = None) -> str:
+        """What it was started with, printed or answered, as people may be told it: redacted, then escaped and cut."""
+        return escape(self.redactor.redact(text), width)
+
     def save(self) -> None:
         """Write ``server.json``, whole or not at all."""
         path = self.directory / "server.json"
@@ -89,6 +103,13 @@ class ServerRecord:
             "own_timeout": self.own_timeout,
             "api_key": self.api_key,
         }
+
+
+def redactor_of(spec: ServerSpec, argv: Iterable[str] = (), api_key: str | None = None) -> Redactor:
+    """One that knows the secrets of a server by what it is, or was, to be started with."""
+    flags = (f"--{name.lstrip('-')}={value}" for name, value in spec.args)
+    known = (os.environ, dict(spec.env), {"API_KEY": api_key or ""})
+    return Redactor.of(*known, argv=(*flags, *(spec.command or ()), *argv))
 
 
 def boot_id() -> str:

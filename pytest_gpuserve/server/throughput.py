@@ -10,7 +10,6 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any, Final
 
 from ..errors import ServerError, SpecError
-from ..text import escape
 from .spec_decode import SpecDecode, ask
 
 if TYPE_CHECKING:
@@ -121,7 +120,7 @@ class _Client:
         if answer.status_code != 200:
             raise ServerError(
                 f"{self._server.spec.id}: throughput cannot be measured: a completion was answered "
-                f"{answer.status_code}: {escape(answer.text[:300])}",
+                f"{answer.status_code}: {self._server.record.shown(answer.text[:2000])[:300]}",
                 verdict="crash" if answer.status_code >= 500 else "config",
             )
         try:

@@ -21,8 +21,8 @@ from pytest_gpuserve.cli.parity import PROMPTS
 from pytest_gpuserve.errors import GpuserveError
 from pytest_gpuserve.isolation.judge import Report
 from pytest_gpuserve.isolation.signature import Signature
+from pytest_gpuserve.redaction.redact import Redactor
 from pytest_gpuserve.report.failure import read_incident
-from pytest_gpuserve.report.redact import Redactor
 from pytest_gpuserve.server.greedy import Greedy
 from pytest_gpuserve.shape import Maybe, checked, parsed
 

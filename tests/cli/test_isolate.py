@@ -19,7 +19,7 @@ from pytest_gpuserve.cli.isolate import recognise
 from pytest_gpuserve.cli.isolate_state import Run, fingerprint, open_state
 from pytest_gpuserve.cli.isolate_text import running
 from pytest_gpuserve.errors import GpuserveError
-from pytest_gpuserve.report.redact import Redactor
+from pytest_gpuserve.redaction.redact import Redactor
 
 SIM = [sys.executable, "-m", "pytest_gpuserve.sim", "--tp", "2", "--shards", "1", "--quiet"]
 FLAGS = [

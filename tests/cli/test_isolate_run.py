@@ -24,7 +24,7 @@ from pytest_gpuserve.isolation.deltas import split
 from pytest_gpuserve.isolation.signature import Signature
 from pytest_gpuserve.isolation.support import Support, support
 from pytest_gpuserve.isolation.variants import CommandLine
-from pytest_gpuserve.report.redact import Redactor
+from pytest_gpuserve.redaction.redact import Redactor
 from pytest_gpuserve.server.greedy import Greedy, differences
 
 COMMAND = ["server", "--quantize", "fp8", "--overlap", "on", "--compile", "on"]

@@ -268,3 +268,17 @@ def test_a_port_of_another_server_is_refused(tmp_path: Path, monkeypatch: pytest
         other.kill()
         other.communicate()
     assert f"which is no process of pid {other.pid}" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("command", ["run", "isolate"])
+def test_a_failed_start_says_nothing_secret(runs: Runs, command: str) -> None:
+    code = "import os, sys; print('it is', os.environ['MY_TOKEN'], sys.argv[2], flush=True); sys.exit(3)"
+    run = runs.start(
+        *(sys.executable, "-m", "pytest_gpuserve.cli", command, "--", "MY_TOKEN=k9Rt5uVbnmqw34"),
+        *(sys.executable, "-c", code, "--api-key", "Wq7pZabcdef12", "--port", "{port}", "--bad"),
+    )
+    assert run.ends() != 0
+    assert "Last lines of" in run.text
+    kept = "".join(path.read_text() for path in runs.path.glob("gpuserve-*/**/*") if path.is_file())
+    for secret in ("k9Rt5uVbnmqw34", "Wq7pZabcdef12"):
+        assert secret not in run.text + kept

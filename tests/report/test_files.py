@@ -10,8 +10,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from pytest_gpuserve.redaction.redact import Redactor
 from pytest_gpuserve.report.files import MARKER, Store, incident_name, open_stores, put_line, safe_name
-from pytest_gpuserve.report.redact import Redactor
 
 
 @pytest.fixture

@@ -19,11 +19,11 @@ from pytest_gpuserve.diagnose.verdict import judge
 from pytest_gpuserve.engines.base import ProcessRole, Rank
 from pytest_gpuserve.phases.reader import RankPhase
 from pytest_gpuserve.procfs import ProcessId
+from pytest_gpuserve.redaction.redact import Redactor
 from pytest_gpuserve.report import gather, incident_json, logs
 from pytest_gpuserve.report.blame import Decision
 from pytest_gpuserve.report.incident_text import Words, stacks_text, summary
 from pytest_gpuserve.report.pages import verdict_page
-from pytest_gpuserve.report.redact import Redactor
 from pytest_gpuserve.server.record import ServerRecord
 from pytest_gpuserve.spec import ServerSpec
 

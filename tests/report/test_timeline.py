@@ -11,9 +11,9 @@ import pytest
 
 from pytest_gpuserve.phases.rank_phase import RankPhase
 from pytest_gpuserve.procfs import ProcessId
+from pytest_gpuserve.redaction.redact import Redactor
 from pytest_gpuserve.report.files import Store
 from pytest_gpuserve.report.logs import Log
-from pytest_gpuserve.report.redact import Redactor
 from pytest_gpuserve.report.timeline import timeline
 from pytest_gpuserve.server.control import Event
 from pytest_gpuserve.server.record import ServerRecord

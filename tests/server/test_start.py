@@ -5,6 +5,7 @@ from __future__ import annotations
 import errno
 import json
 import os
+import re
 import signal
 import socket
 import subprocess
@@ -17,12 +18,14 @@ from typing import Any
 
 import pytest
 
+from pytest_gpuserve import procfs
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.engines.base import Launch, ReadyProbe
 from pytest_gpuserve.errors import EngineError, GpuserveError, ServerStartError, SpecError
 from pytest_gpuserve.server import lifecycle, paths, ports
 from pytest_gpuserve.server.paths import session_directory
 from pytest_gpuserve.server.readiness import exit_text, log_tail, shown_tail
+from pytest_gpuserve.server.reaper import look
 from pytest_gpuserve.spec import ServerSpec
 
 Wait = Callable[..., Any]
@@ -305,7 +308,7 @@ def test_logs_of_all_kinds(serve: Any, what: str) -> None:
     server = serve(what)
     begin = time.monotonic()
     assert len(server.log_tail(50)) <= 64 << 10
-    assert len(shown_tail(server.log_path)) < 20 * 310 + 500
+    assert len(shown_tail(server.record)) < 20 * 310 + 500
     assert time.monotonic() - begin < 1.0
     server.stop()
 
@@ -421,3 +424,53 @@ def test_a_session_that_cannot_be_written_is_told_in_a_sentence(
     monkeypatch.setattr(paths.json, "dump", full)
     with pytest.raises(GpuserveError, match=rf"{tmp_path}.* cannot be written: No space left on device"):
         session_directory()
+
+
+# What is secret
+
+
+def test_a_failed_start_says_nothing_secret_to_whoever_asked_for_it(state: Path) -> None:
+    """The key of the command line, and one of the environment that stands where a long line is cut."""
+    code = "import os, sys; print('x' * 288 + os.environ['MY_TOKEN']); print(sys.argv[2], flush=True); sys.exit(3)"
+    words = [sys.executable, "-c", code, "--api-key", "Wq7pZabcdef12", "{port}"]
+    spec = ServerSpec.from_mapping({"engine": "command", "command": words, "env": {"MY_TOKEN": "k9Rt5uVbnmqw34"}})
+    with pytest.raises(ServerStartError, match="exited with code 3") as caught:
+        start_it(spec)
+    said = str(caught.value)
+    assert "Wq7pZabcdef12" not in said
+    assert "k9Rt5uV" not in said, "half of it is too much as well"
+    assert len(set(re.findall("<secret-[0-9]", said))) == 2, "two things, told apart"
+
+
+def test_nor_does_one_without_a_program_or_a_port() -> None:
+    for words in (
+        ["no-such-program", "--api-key=Wq7pZabcdef12", "{port}"],
+        ["/dev/null", "--api-key", "Wq7pZabcdef12", "{port}"],
+    ):
+        with pytest.raises(EngineError) as caught:
+            start_it(ServerSpec.from_mapping({"engine": "command", "command": words}))
+        assert "Wq7pZabcdef12" not in str(caught.value)
+        assert "<secret-1>" in str(caught.value)
+
+
+def test_who_holds_a_port_is_told_without_its_secrets(tmp_path: Path) -> None:
+    code = "import socket, time; s = socket.socket(); s.bind(('127.0.0.1', 0)); s.listen(); print(s.getsockname()[1]); "
+    argv = [sys.executable, "-u", "-c", code + "time.sleep(600)", "--api-key", "Wq7pZabcdef12"]
+    with subprocess.Popen(argv, stdout=subprocess.PIPE, text=True) as holder:
+        try:
+            assert holder.stdout is not None
+            (found,) = ports.answering("127.0.0.1", int(holder.stdout.readline()))
+            told = ports.describe(found)
+            stat = procfs.stat(holder.pid)
+            assert stat is not None
+            swept = look(stat.id, " ".join(argv)).command
+        finally:
+            holder.kill()
+    assert f"pid {holder.pid} (" in told
+    assert "Wq7pZabcdef12" not in told + swept
+    assert "--api-key <secret-1>" in swept
+
+
+def start_it(spec: ServerSpec) -> None:
+    limits = lifecycle.Limits(startup=60, grace=0.5, dump=10)
+    lifecycle.start(spec, get_engine("command"), parent=session_directory(), limits=limits, incident=lambda *_: [])

@@ -1,4 +1,4 @@
-"""Redaction: whatever goes to the artifacts directory goes through here while it is written.
+"""Redaction: what goes to the artifacts directory, and what a message of ours quotes, goes through here before.
 
 Same value, same placeholder (``<secret-1>``), so that a reader can still see that two things are the same. Better too
 much than too little, but counts, versions, flags, paths below a home and loopback addresses stay: they are evidence.
@@ -7,9 +7,10 @@ much than too little, but counts, versions, flags, paths below a home and loopba
 from __future__ import annotations
 
 import json
+import os
 import re
 import socket
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
 from pathlib import Path
 from typing import Any
@@ -113,6 +114,10 @@ class Redactor:
         if self._home:
             text = self._home.sub("~", text)
         return _HOME.sub("~", text)
+
+    def conceal(self, error: Exception) -> None:
+        """Redact what ``error`` says: its message is printed, and kept, where nobody knows what it quotes."""
+        error.args = tuple(self.redact(part) if isinstance(part, str) else part for part in error.args)
 
     def environment(self, mapping: Mapping[str, str]) -> dict[str, str]:
         """The variables that may be shown (an allow-list), their values redacted, sorted by name."""
@@ -234,6 +239,12 @@ class Redactor:
         if _VERSION_BEFORE.search(found.string[max(0, found.start() - 24) : found.start()]):
             return found[0]
         return found[0].replace(text, self._place("address", text))
+
+
+def shown_command(argv: Sequence[str] | str) -> str:
+    """A command line, of whatever process, as people may be told it; foreign text, still to be escaped."""
+    words = [argv] if isinstance(argv, str) else argv
+    return Redactor.of(os.environ, argv=words).redact(" ".join(words))
 
 
 def own_names() -> set[str]:

@@ -10,9 +10,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from pytest_gpuserve.report.redact import Redactor
-from pytest_gpuserve.report.redact_stream import RedactingWriter
-from pytest_gpuserve.report.sensitive import is_secret_name, known_secrets
+from pytest_gpuserve.redaction.redact import Redactor
+from pytest_gpuserve.redaction.sensitive import is_secret_name, known_secrets
+from pytest_gpuserve.redaction.stream import RedactingWriter
 
 KEY = "k9-Wq7!pZ"  # matches no known shape: only its name gives it away
 

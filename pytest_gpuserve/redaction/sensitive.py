@@ -1,4 +1,4 @@
-"""What must not leave the machine, by name and by shape. Data and predicates; report/redact.py applies them."""
+"""What must not leave the machine, by name and by shape. Data and predicates; redact.py applies them."""
 
 from __future__ import annotations
 
