@@ -7,7 +7,7 @@ from dataclasses import dataclass
 from typing import Any, Final
 
 from ..procfs import ProcessId
-from .kernel import kernel_wait
+from .kernel import RESTARTED, kernel_wait
 from .model import Frame, ProcessDump, ThreadStack
 
 STILL: Final = 0.05
@@ -65,8 +65,9 @@ def _wakes(dumps: Sequence[ProcessDump]) -> float | None:
 
 
 def stuck_owner(dumps: Sequence[ProcessDump]) -> int | None:
-    """The thread that owns the GIL in every round, in a process that uses no CPU; None where there is none."""
-    owners = {next((t.tid for t in dump.threads if t.owns_gil), None) for dump in dumps}
+    """The thread (:attr:`ThreadStack.identity`) that owns the GIL in every round, in a process that uses no CPU; None
+    where there is none."""
+    owners = {next((t.identity for t in dump.threads if t.owns_gil), None) for dump in dumps}
     if len(dumps) < 2 or len(owners) != 1 or None in owners:
         return None
     used = growth(dumps, "cpu_seconds")
@@ -85,12 +86,14 @@ def growth(dumps: Sequence[ProcessDump], fact: str) -> float | None:
 
 def asleep_at(dumps: Sequence[ProcessDump]) -> Mapping[str, Any]:
     """The last round's facts, with the place in the kernel that an earlier one knew: a sleep that a dumper has
-    interrupted goes on in ``restart_syscall``, which says nothing."""
+    interrupted goes on in ``restart_syscall``, which says nothing; ``wchan`` may say enough, or half of it."""
     facts = dumps[-1].facts
-    if kernel_wait(facts).place or dumps[-1].state != "S":
+    known = kernel_wait(facts).place
+    if dumps[-1].state != "S" or (known and facts.get("syscall") != RESTARTED):
         return facts
     for dump in reversed(dumps[:-1]):
-        if dump.state == "S" and kernel_wait(dump.facts).place not in ("", "cpu"):
+        same = not known or dump.facts.get("wchan") == facts.get("wchan")
+        if dump.state == "S" and same and kernel_wait(dump.facts).place not in ("", "cpu", known):
             return {**facts, **{key: dump.facts.get(key) for key in ("wchan", "syscall")}}
     return facts
 

@@ -186,6 +186,12 @@ class _Reader:
             self.thread = None
 
 
+def active(said: bool | None, owns_gil: bool | None, *, numbered: bool) -> bool | None:
+    """What py-spy's word "active" is worth. Of a thread whose kernel number it does not know (a Python before 3.11 that
+    it did not stop) it cannot tell, and says it of every thread; of the GIL's owner it is still the best guess."""
+    return None if said and not owns_gil and not numbered else said
+
+
 def _fatal(text: str) -> str:
     found = _FATAL.match(text)
     return found[1] if found else ""
@@ -205,7 +211,8 @@ def _thread(text: str, process: Process) -> Thread | None:
             thread.number = int(groups["number"]) if groups.get("number") else None
             thread.current = bool(groups.get("current"))
             if activity := groups.get("activity"):
-                thread.active, thread.owns_gil = activity == "active", bool(groups.get("gil"))
+                thread.owns_gil = bool(groups.get("gil"))
+                thread.active = active(activity == "active", thread.owns_gil, numbered=not tid.startswith("0x"))
             if (status := groups.get("status")) is not None:
                 thread.owns_gil = "Has the GIL" in status
             return thread

@@ -46,10 +46,20 @@ _TABLE: tuple[tuple[str, KernelWait], ...] = (
 )
 _COMPILED = tuple((re.compile(f"(?:{pattern})"), wait) for pattern, wait in _TABLE)
 _NOTHING = KernelWait("", "")
+_SLEEPS = next(wait for _, wait in _TABLE if wait.place == "sleep")
+
+RESTARTED = "restart_syscall"
+"""A call that a signal or a tracer interrupted, and that goes on; which one it was, the kernel no longer says."""
+
+NO_DESCRIPTORS = " of no descriptors"
+"""Follows the name of a select or poll that only its timeout ends: a sleep, as Python's is before 3.11."""
 
 
 def kernel_wait(facts: Mapping[str, Any]) -> KernelWait:
-    """From the facts of a dump: ``wchan`` first (readable without permission), then ``syscall``."""
+    """From the facts of a dump: ``wchan`` first (readable without permission), then ``syscall``; but only the latter
+    tells a sleep by select or poll from their other uses."""
+    if str(facts.get("syscall")).endswith(NO_DESCRIPTORS):
+        return _SLEEPS
     for key in ("wchan", "syscall"):
         value = str(facts.get(key) or "")
         if not value or value == "0":

@@ -294,8 +294,8 @@ def _member(dumps: Sequence[ProcessDump], label: str) -> Member:
     told: list[ThreadStack] = []
     for dump in dumps:
         thread, found = telling(dump)
-        if owner is not None and thread is not None and thread.tid != owner:
-            thread = next((t for t in dump.threads if t.tid == owner), thread)
+        if owner is not None and thread is not None and thread.identity != owner:
+            thread = next((t for t in dump.threads if t.identity == owner), thread)
             found = match(thread)
         if thread is None or not thread.frames:
             continue

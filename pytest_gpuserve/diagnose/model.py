@@ -32,7 +32,8 @@ class Frame:
 
 @dataclass(frozen=True, slots=True)
 class ThreadStack:
-    """One thread. ``frames[0]`` is the leaf (innermost) frame."""
+    """One thread. ``frames[0]`` is the leaf (innermost) frame. ``active`` and ``owns_gil`` are None where the dumper
+    does not know; ``ident``: its pthread id, in dumps that may lack ``tid``."""
 
     tid: int | None
     name: str | None
@@ -40,6 +41,12 @@ class ThreadStack:
     frames: tuple[Frame, ...]
     active: bool | None = None
     owns_gil: bool | None = None
+    ident: int | None = None
+
+    @property
+    def identity(self) -> int | None:
+        """What tells it from the others of its process in every round."""
+        return self.ident if self.tid is None else self.tid
 
 
 @dataclass(frozen=True, slots=True)

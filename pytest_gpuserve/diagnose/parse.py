@@ -98,7 +98,8 @@ def as_rounds(dumps: Sequence[ProcessDump]) -> list[list[ProcessDump]]:
 def pyspy_threads(threads: object, pid: int) -> tuple[ThreadStack, ...]:
     """The array that ``py-spy dump --json`` prints (0.3 to 0.4): leaf frame first, threads newest first.
 
-    The main thread is the one whose id is the pid: names are missing where ``threading`` was never imported.
+    The main thread is the one whose id is the pid: names are missing where ``threading`` was never imported. Ids are
+    missing where py-spy did not stop a Python before 3.11.
 
     Raises:
         ValueError: it is something else.
@@ -115,11 +116,17 @@ def pyspy_threads(threads: object, pid: int) -> tuple[ThreadStack, ...]:
             name=_str(t.get("thread_name")),
             main=t is main,
             frames=tuple(_pyspy_frame(f) for f in t.get("frames") or () if isinstance(f, dict)),
-            active=_bool(t.get("active")),
+            active=_active(t),
             owns_gil=_bool(t.get("owns_gil")),
+            ident=_int(t.get("thread_id")),
         )
         for t in threads
     )
+
+
+def _active(thread: Mapping[str, Any]) -> bool | None:
+    active, owns_gil = _bool(thread.get("active")), _bool(thread.get("owns_gil"))
+    return dump_text.active(active, owns_gil, numbered=thread.get("os_thread_id") is not None)
 
 
 def text_threads(text: str, pid: int) -> tuple[ThreadStack, ...]:

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from .. import procfs
+from .kernel import NO_DESCRIPTORS, RESTARTED
 
 _X86_64 = {
     0: "read",
@@ -32,6 +33,7 @@ _X86_64 = {
     72: "fcntl",
     73: "flock",
     202: "futex",
+    219: RESTARTED,
     230: "clock_nanosleep",
     232: "epoll_wait",
     247: "waitid",
@@ -58,6 +60,7 @@ _AARCH64 = {
     101: "nanosleep",
     115: "clock_nanosleep",
     124: "sched_yield",
+    128: RESTARTED,
     202: "accept",
     203: "connect",
     207: "recvfrom",
@@ -68,6 +71,9 @@ _AARCH64 = {
     441: "epoll_pwait2",
     449: "futex_waitv",
 }
+_LOOKS = {"select": (0, (1, 2, 3)), "pselect6": (0, (1, 2, 3)), "poll": (1, (0,)), "ppoll": (1, (0,))}
+"""Which arguments say how many descriptors are looked at, and which point to them; epoll's set is not among its own."""
+
 _STATUS_BYTES = {
     "VmSize": "vm_bytes",
     "VmRSS": "rss_bytes",
@@ -85,9 +91,10 @@ def facts(pid: int) -> dict[str, Any]:
     user and system, since it started. ``majflt``. ``*_bytes``: vm (address space: no measure of memory), rss, rss_anon,
     rss_file, rss_shmem, swap, read (from storage). ``read_chars``: bytes through read(), caches and pipes included.
     ``tracer``: pid of who traces it. ``wchan``, ``syscall``: where the main thread is in the kernel; syscall is
-    ``running`` for a thread on a CPU. ``switches``: voluntary context switches of the main thread. ``caught``: mask of
-    the signals it handles. ``frozen``: True under a frozen cgroup. ``exit``: of a zombie, as subprocess says it
-    (-9: SIGKILL). Costs 0.3 ms, and 30 us for each thread.
+    ``running`` for a thread on a CPU, ``select of no descriptors`` for one that sleeps by a select or poll.
+    ``switches``: voluntary context switches of the main thread. ``caught``: mask of the signals it handles. ``frozen``:
+    True under a frozen cgroup. ``exit``: of a zombie, as subprocess says it (-9: SIGKILL). Costs 0.3 ms, and 30 us for
+    each thread.
     """
     found = procfs.stat(pid)
     if found is None:
@@ -177,13 +184,20 @@ def exit_words(code: int | None) -> str:
 
 
 def _syscall(raw: bytes) -> str | None:
-    number = raw.split(b" ", 1)[0].strip().decode()
+    """The name of the call in a line of ``/proc/PID/syscall``: its number, six arguments, two registers."""
+    number, *words = raw.decode().split() or [""]
     if number == "running":
         return number
     if not number or number == "-1":  # not ours to read; in the kernel, but in no system call: a page fault
         return None
     table = _AARCH64 if os.uname().machine == "aarch64" else _X86_64
-    return table.get(int(number), f"system call {number}")
+    name = table.get(int(number), f"system call {number}")
+    arguments = [int(word, 16) for word in words[:6]]
+    if name in _LOOKS and len(arguments) == 6:
+        count, pointers = _LOOKS[name]
+        if not arguments[count] or not any(arguments[n] for n in pointers):
+            return name + NO_DESCRIPTORS
+    return name
 
 
 def _thread_states(pid: int) -> dict[str, int]:

@@ -365,6 +365,8 @@ def test_where_the_kernel_says_a_thread_waits(wchan, place, local):
 def test_the_system_call_decides_where_the_kernel_hides_the_function():
     assert kernel_wait({"wchan": "", "syscall": "flock"}).place == "lock"
     assert kernel_wait({"wchan": "0", "syscall": "running"}).place == "cpu"
+    assert kernel_wait({"wchan": "do_sys_poll", "syscall": "poll"}).place == "poll"
+    assert kernel_wait({"wchan": "do_sys_poll", "syscall": "poll of no descriptors"}).place == "sleep"
     assert kernel_wait({}).place == ""
 
 

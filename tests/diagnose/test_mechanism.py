@@ -10,6 +10,7 @@ from __future__ import annotations
 import subprocess
 import sys
 import time
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -79,14 +80,16 @@ class TestWitnesses:
         assert kind(looks(dumps, dumps.ELSEWHERE, gil=True, cpu_seconds=0.3, **facts)) != "gil"
         assert kind(looks(dumps, dumps.ELSEWHERE, gil=False, cpu_seconds=0.0, **facts)) != "gil"
 
-    def test_a_side_thread_that_keeps_the_gil_is_the_one_that_tells(self, dumps):
+    @pytest.mark.parametrize("numbered", [True, False])
+    def test_a_side_thread_that_keeps_the_gil_is_the_one_that_tells(self, dumps, numbered):
         rounds = looks(dumps, dumps.ELSEWHERE, cpu_seconds=0.0)
         for n, taken in enumerate(TIMES):
             threads = [
                 dumps.thread("step eng/runner.py:9"),
                 dumps.thread("decode eng/lib.py:7", main=False, name="tokenizer", owns_gil=True),
             ]
-            threads = [type(t)(10 + i, t.name, t.main, t.frames, t.active, t.owns_gil) for i, t in enumerate(threads)]
+            ids = [{"tid": i} if numbered else {"tid": None, "ident": 0x7F00 + i} for i in (10, 11)]
+            threads = [replace(thread, **known) for thread, known in zip(threads, ids, strict=True)]
             rounds[n][3] = dumps.dump(3, threads, pid=4, taken=taken, cpu_seconds=1.0, wchan="futex_do_wait")
         member = merge(rounds).by_label["TP3"]
         assert member.frames[0].name == "decode"
@@ -106,8 +109,16 @@ class TestWitnesses:
     def test_a_sleep_that_a_dumper_interrupted_is_still_one(self, dumps):
         rounds = looks(dumps, dumps.ELSEWHERE, switches=1, **ASLEEP)
         for dumps_ in rounds[1:]:
-            dumps_[3].facts.update(wchan="do_syscall_64", syscall="system call 219")
+            dumps_[3].facts.update(wchan="do_syscall_64", syscall="restart_syscall")
         assert kind(rounds) == "sleep"
+
+    def test_where_the_kernel_function_tells_half_an_earlier_look_tells_the_rest(self, dumps):
+        rounds = looks(dumps, dumps.ELSEWHERE, switches=1, wchan="do_sys_poll", syscall="poll of no descriptors")
+        for dumps_ in rounds[1:]:
+            dumps_[3].facts.update(syscall="restart_syscall")
+        assert kind(rounds) == "sleep"
+        rounds[-1][3].facts.update(wchan="do_epoll_wait")
+        assert kind(rounds) is None, "it went on in another call"
 
     def test_pipes_and_events(self, dumps):
         assert kind(looks(dumps, dumps.ELSEWHERE, cpu_seconds=0.0, wchan="anon_pipe_read")) == "pipe"

@@ -123,6 +123,47 @@ def test_main_thread_is_the_one_whose_id_is_the_pid():
     assert [t.main for t in pyspy_threads(threads, 1)] == [True, False, False]
 
 
+def test_activity_is_unknown_where_pyspy_does_not_know_the_thread():
+    """A Python before 3.11 that it did not stop: the main thread has the name, and "active" is said of every thread."""
+    known = {"thread_id": 0x7F02, "thread_name": "MainThread", "active": True, "owns_gil": False, "frames": []}
+    threads = [
+        {**known, "os_thread_id": None, "thread_name": "side", "thread_id": 0x7F01},
+        {**known, "os_thread_id": None},
+        {**known, "os_thread_id": None, "thread_name": "root", "thread_id": 0x7F03},
+    ]
+    side, main, root = pyspy_threads(threads, 7)
+    assert (side.main, main.main, root.main) == (False, True, False)
+    assert (side.active, main.active) == (None, None)
+    assert (side.identity, main.identity) == (0x7F01, 0x7F02)
+    numbered, owner, idle = pyspy_threads(
+        [
+            {**known, "os_thread_id": 9},
+            {**known, "os_thread_id": None, "owns_gil": True},
+            {**known, "os_thread_id": None, "active": False},
+        ],
+        7,
+    )
+    assert (numbered.active, owner.active, idle.active) == (True, True, False)
+    assert (numbered.identity, owner.identity) == (9, 0x7F02)
+
+
+@pytest.mark.parametrize(
+    ("header", "active"),
+    [
+        ("Thread 0x7F7BFB1C (active)", None),
+        ("Thread 0x7F7BFB1C (active+gil)", True),
+        ("Thread 0x7F7BFB1C (idle)", False),
+        ("Thread 812 (active)", True),
+        ("Thread (active)", True),  # the number was cut off by who pasted it
+    ],
+)
+def test_activity_in_text(header, active):
+    (dump,) = read_dumps(
+        f'Process 7: python x.py\nPython v3.10.13 (/usr/bin/python)\n\n{header}: "T"\n    f (x.py:1)\n'
+    )
+    assert dump.threads[0].active is active
+
+
 def test_pyspy_json_refuses_other_json():
     for value in ({}, "x", [1], None):
         with pytest.raises(ValueError):
