@@ -100,7 +100,8 @@ def _block(dump: ProcessDump) -> str:
 def _thread(thread: ThreadStack) -> list[str]:
     activity = "active" if thread.active else "idle"
     name = f': "{one_line(thread.name)}"' if thread.name else ': "MainThread"' if thread.main else ""
-    lines = [f"Thread {thread.tid or 0} ({activity}{'+gil' if thread.owns_gil else ''}){name}"]
+    number = f"{thread.tid} " if thread.tid else f"0x{thread.ident:X} " if thread.ident else ""
+    lines = [f"Thread {number}({activity}{'+gil' if thread.owns_gil else ''}){name}"]
     for frame in thread.frames:
         place = frame.module if frame.native else frame.file
         line = f":{frame.line}" if frame.line and not frame.native else ""

@@ -134,6 +134,18 @@ def test_stacks_text_reads_back():
     assert "# gone" in text
 
 
+@pytest.mark.parametrize("idents", [(None, None, None), (0x7F01, 0x7F02, 0x7F03)])
+def test_stacks_of_threads_without_a_number_read_back_as_one_process(idents):
+    """Those of the fault handler, and of a Python before 3.11 that py-spy did not stop."""
+    threads = [
+        ThreadStack(None, name, name is None, (Frame(f"f{n}", "/srv/app/a.py", n + 1),), ident=ident)
+        for n, (name, ident) in enumerate(zip(("a", "b", None), idents, strict=True))
+    ]
+    first = replace(dump(0, "x"), threads=tuple(threads))
+    again = read_dumps(stacks_text(merge([[first]]), [[first]], None))
+    assert [(d.process.pid, len(d.threads), d.main.frames[0].name) for d in again] == [(100, 3, "f2")]
+
+
 HOSTILE = st.text(st.sampled_from("`<>[]()!*\\#\n\t ab\x1b\u202e|_&"), max_size=60)
 
 
