@@ -20,7 +20,7 @@ AXES = {
 """Axes that change nothing but what ``when=`` conditions see (and, for a cold JIT cache, a compile at start-up)."""
 
 KINDS = {
-    "sleep": "asleep in a device synchronisation (clock_nanosleep)",
+    "sleep": "asleep in a device synchronisation (one sleep call)",
     "spin": "burns a CPU in C without the GIL; how=python: in bytecode",
     "gil": "a C call that holds the GIL",
     "flock": "waits in flock for a lock that another rank holds, which waits in the collective",

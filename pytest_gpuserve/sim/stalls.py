@@ -16,7 +16,7 @@ FOREVER = 10_000_000
 
 
 def synchronize() -> None:
-    """Wait for a device that never finishes: asleep in clock_nanosleep."""
+    """Wait for a device that never finishes: asleep in one call."""
     while True:
         time.sleep(FOREVER)
 

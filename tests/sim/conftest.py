@@ -20,6 +20,8 @@ from typing import Any
 
 import pytest
 
+from pytest_gpuserve.diagnose.parse import pyspy_threads
+
 LIMIT = 30.0
 """Seconds that anything may take on a slow, busy machine."""
 
@@ -179,7 +181,8 @@ class Server:
         done = subprocess.run(command, capture_output=True, timeout=LIMIT, check=False)
         if done.returncode:
             return {}
-        return next((t for t in json.loads(done.stdout) if t["os_thread_id"] == pid), {})
+        threads = json.loads(done.stdout)
+        return next((t for t, read in zip(threads, pyspy_threads(threads, pid), strict=True) if read.main), {})
 
     def stack(self, pid: int) -> list[str]:
         """Function names of the main thread, leaf first."""

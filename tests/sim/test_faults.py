@@ -13,12 +13,15 @@ import pytest
 
 WAITING = ("recv", "recv", "all_reduce", "barrier", "capture_model", "init_model_worker", "run_scheduler_process")
 
+SLEEPS = (35, 230, 23, 270)
+"""nanosleep, clock_nanosleep; before Python 3.11 select or pselect6."""
+
 BLOCKED = {
     # kind: functions of the struck rank from the leaf on, system calls (x86-64) it may be in
-    "sleep": (("synchronize", "launch"), (35, 230)),
+    "sleep": (("synchronize", "launch"), SLEEPS),
     "gil": (("launch_kernel", "launch"), (35, 230)),
     "flock": (("acquire_build_lock", "launch"), (73,)),
-    "stale_lock": (("wait", "launch"), (35, 230)),
+    "stale_lock": (("wait", "launch"), SLEEPS),
     "pipe": (("receive_handle", "launch"), (0,)),
     "stop": (("suspend", "launch"), ()),
     "symmetric": (("wait_event", "launch"), (202,)),
