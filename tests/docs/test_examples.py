@@ -107,5 +107,7 @@ def test_comparison_knows_what_is_stable():
     printed = "hang after 9 s: TP2 is stopped\n\n=== end ===\n20260101T101112-sim: f (a.py:3|4), kernel: futex  frozen"
     assert missing(("hang after 13.5 s: TP2 is …", "...", "====== end ======"), printed) is None
     assert missing(("20270101T000000-sim: f (a.py:77), kernel: select  frozen",), printed) is None
+    assert missing(("Ring.recv (ring.py:3)",), "recv (ring.py:5)") is None
+    assert missing(("Ring.recv (ring.py:3)",), "Ring.send (ring.py:3)") is not None
     assert missing(("hang after 9 s: TP1 is stopped",), printed) == "hang after 9 s: TP1 is stopped"
     assert missing(("=== end ===", "hang after 9 s: TP2 is stopped"), printed) == "hang after 9 s: TP2 is stopped"
