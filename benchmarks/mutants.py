@@ -31,6 +31,8 @@ TESTS = {
         "tests/diagnose/test_verdict.py",
         "tests/diagnose/test_signatures.py",
         "tests/diagnose/test_evidence.py",
+        "tests/diagnose/test_mechanism.py",
+        "tests/diagnose/test_pastes.py",
     ),
     "isolation/search.py": ("tests/isolation/test_search.py",),
     "isolation/conclude.py": ("tests/isolation/test_conclude.py",),
@@ -41,6 +43,9 @@ TIE = "either of two that are worth the same"
 EQUAL: dict[str, dict[str, str]] = {
     "diagnose/merge.py": {
         "seconds <= 0.2  ->  seconds < 0.2": NEVER_JUST,
+        "True  ->  False   in: members = _whole_paths([_member(dumps, label) for dumps, label in "
+        "zip(classed, names, strict=True)])": "they are equally long",
+        "0  ->  1   in: frames, found, same, leaf = ((), None, 0, None)": "one round is not frozen either",
     },
     "isolation/search.py": {
         "20  ->  21": BOUND,

@@ -463,6 +463,25 @@ def test_the_thread_of_a_stuck_request_speaks_for_a_server_that_accepts_more(dum
     assert telling(dumps.dump("other", [elsewhere, stuck]))[0] is elsewhere
 
 
+@pytest.mark.parametrize(
+    "main",
+    [
+        "sweep app/main.py:9 | service_actions app/main.py:40 | serve_forever python3.11/socketserver.py:240",
+        "ask app/link.py:7 | serve_forever app/link.py:3 | main app/main.py:30",
+        "accept python3.11/socket.py:294 | get_request python3.11/socketserver.py:502 | main app/main.py:30",
+    ],
+)
+def test_a_main_thread_that_is_in_no_loop_of_a_server_keeps_the_word(dumps, main):
+    main = dumps.thread(main, active=False)
+    assert telling(dumps.dump("other", [main, side(dumps, HANDLER, active=False)]))[0] is main
+
+
+def test_a_thread_that_was_not_made_for_a_request_is_none(dumps):
+    main = dumps.thread(ACCEPTS, active=False)
+    other = side(dumps, f"{ENDPOINT} | serve app/pool.py:3 | spawned app/pool.py:1", active=False)
+    assert telling(dumps.dump("other", [main, other]))[0] is main
+
+
 def test_of_several_requests_one_that_is_known_speaks(dumps):
     main = dumps.thread(ACCEPTS, active=False)
     known = side(dumps, f"{dumps.BATON} | {HANDLER}", active=False)

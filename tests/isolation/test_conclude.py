@@ -322,6 +322,9 @@ def test_matrix_json_is_read_back() -> None:
     ):
         with pytest.raises(ValueError):
             from_json(broken)
+    for broken in ({}, {**raw["cells"][0], "values": [1]}):
+        with pytest.raises(ValueError):
+            CellResult.from_json(broken)
 
 
 @given(

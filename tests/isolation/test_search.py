@@ -30,6 +30,17 @@ def monotone(*sets):
     return lambda deltas: "fail" if any(frozenset(one) <= deltas for one in sets) else "pass"
 
 
+def only(n, answer, *sets):
+    """No other combination of the ``n`` deltas can run, but the base and all."""
+    runs = {frozenset(one) for one in (*sets, (), range(n))}
+    return lambda deltas: answer(deltas) if deltas in runs else "unresolved"
+
+
+def in_order(letters):
+    outcomes = iter(letters)
+    return lambda _: {"p": "pass", "f": "fail"}[next(outcomes)]
+
+
 def flaky(planted, q, f, seed):
     rng = random.Random(seed)
     return lambda deltas: "fail" if rng.random() < (q if frozenset(planted) <= deltas else f) else "pass"
@@ -217,6 +228,19 @@ LAUNCHES = {
         *(flaky({0, 1}, 0.1, 0.05, 2), "undecided", [{0, 1}], (24, 60, 21, 0)),
     ),
     "base": (search([1.0] * 6), lambda _: "fail", "base_fails", [], (3, 0, 0, 0)),
+    "the last cut": (
+        search([2.0, 4, 4, 4, 6, 1], budget=8, others=False),
+        *(only(6, monotone({1}), {1, 2, 4}, {1, 4}, {1}, {0, 2, 3, 4}, {2}), "found", [{1}], (6, 3, 1, 0)),
+    ),
+    "alone at last": (
+        search([4.0, 6, 1, 1, 7, 6], calibrate=1, budget=8, others=False),
+        *(only(6, monotone({4}), {3, 4, 5}, {4}, {0, 1}), "found", [{4}], (2, 8, 2, 0)),
+    ),
+    "one alarm in three": (
+        search([1.0] * 3, evidence=[Trial(frozenset({0}), "fail")], calibrate=1, budget=20),
+        *(in_order("pfppffpf"), "found", [{0}], (2, 0, 4, 2)),
+    ),
+    "each alone": (search([1.0] * 2, calibrate=1), monotone({0}, {1}), "found", [{0}, {1}], (2, 1, 1, 2)),
 }
 """Search, answers, status, sets, launches to calibrate, to search, to verify, to look for another set."""
 
@@ -242,6 +266,14 @@ def test_combinations_that_cannot_run_are_passed_over() -> None:
     assert "unresolved" in {trial.outcome for trial in found.trials}
     asked = [trial.deltas for trial in found.trials if trial.outcome == "unresolved"]
     assert len(asked) <= len(set(asked)) + 3, "a launch that cannot be made is not made again and again"
+
+
+def test_a_set_is_found_as_surely_as_what_can_run_tells() -> None:
+    answer = only(4, monotone({0, 2, 3}), {0, 2, 3}, {1, 3}, {0, 1}, {0, 1, 3})
+    found = drive(search([8.0, 3, 3, 9], others=False), answer)
+    assert (found.status, found.sets) == ("found", (frozenset({0, 2, 3}),))
+    assert 0.5 < found.confidence < 0.9
+    assert found.launches("verify") <= 41, "no further proof where nothing that can run would tell more"
 
 
 def test_usual_suspects_come_first() -> None:
