@@ -1,9 +1,9 @@
 """Mutation testing of the algorithms that decide: which small changes of the code does no test notice?
 
-    python benchmarks/mutants.py [FILE...] [--sample N] [--again FILE] [--seed 1] [--json FILE]
+    python benchmarks/mutants.py [FILE...] [--jobs N] [--sample N] [--again FILE] [--seed 1] [--json FILE]
 
-Default: diagnose/merge.py, isolation/search.py and isolation/conclude.py, each against the tests of its own. One change
-at a time, in a copy of the package: a comparison turned round or made strict, ``and`` for ``or``, a condition negated,
+Default: diagnose/merge.py, isolation/search.py and isolation/conclude.py, each against the tests of its own. Each is
+one change in a copy of the package: a comparison turned round or made strict, ``and`` for ``or``, a condition negated,
 a number one larger, an operator exchanged, a statement left out; types, which nothing reads at run time, stay. Prints
 the survivors; each is to be killed by a test, or, where it changes nothing that can be seen, explained in ``EQUAL``
 below. Exit code 1 when there are others.
@@ -16,12 +16,15 @@ import ast
 import copy
 import json
 import os
+import queue
 import random
 import shutil
 import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
@@ -198,9 +201,19 @@ def noticed(copy_of: Path, tests: tuple[str, ...], limit: float) -> bool:
     return done.returncode != 0
 
 
+def copied(place: Path) -> Path:
+    """A copy of the package and its tests."""
+    for part in ("pytest_gpuserve", "tests", "benchmarks"):
+        shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
+    for file in ("conftest.py", "pyproject.toml"):
+        shutil.copy(ROOT / file, place / file)
+    return place
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=(__doc__ or "").splitlines()[0])
     parser.add_argument("files", nargs="*", default=list(TESTS), help="below pytest_gpuserve/")
+    parser.add_argument("--jobs", type=int, default=1, help="so many at a time")
     parser.add_argument("--sample", type=int, default=0, help="so many mutants of each file; 0: all")
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--limit", type=float, default=300.0, help="seconds for the tests of one mutant")
@@ -210,32 +223,39 @@ def main() -> int:
     dice, tried, survivors, equal = random.Random(options.seed), 0, list[str](), 0
     survived = json.loads(options.again.read_text())["survivors"] if options.again else []
     with tempfile.TemporaryDirectory(prefix="mutants-") as name:
-        place = Path(name)
-        for part in ("pytest_gpuserve", "tests", "benchmarks"):
-            shutil.copytree(ROOT / part, place / part, ignore=shutil.ignore_patterns("__pycache__"))
-        for file in ("conftest.py", "pyproject.toml"):
-            shutil.copy(ROOT / file, place / file)
-        for file in options.files:
+        free = queue.SimpleQueue[Path]()
+        for number in range(options.jobs):
+            free.put(copied(Path(name) / str(number)))
+
+        def lives(file: str, changed: str) -> bool:
+            place = free.get()
             target = place / "pytest_gpuserve" / file
             source = target.read_text()
-            if noticed(place, TESTS[file], options.limit):
+            try:
+                target.write_text(changed)
+                return not noticed(place, TESTS[file], options.limit)
+            finally:
+                target.write_text(source)
+                free.put(place)
+
+        for file in options.files:
+            source = (ROOT / "pytest_gpuserve" / file).read_text()
+            if not lives(file, source):
                 print(f"the tests of {file} fail without a change")
                 return 2
             found = list(mutants(source))
             if options.again:
                 found = [one for one in found if any(text.endswith(one[1]) for text in survived)]
             chosen = sorted(dice.sample(found, min(options.sample or len(found), len(found))))
-            for line, what, changed in chosen:
-                target.write_text(changed)
-                tried += 1
-                if noticed(place, TESTS[file], options.limit):
-                    continue
-                if not {what, what.partition("   in: ")[0]}.isdisjoint(EQUAL.get(file, {})):
-                    equal += 1
-                else:
-                    survivors.append(f"{file}:{line}: {what}")
-                    print(survivors[-1], flush=True)
-            target.write_text(source)
+            tried += len(chosen)
+            with ThreadPoolExecutor(options.jobs) as pool:
+                results = pool.map(partial(lives, file), (changed for *_, changed in chosen))
+                for (line, what, _), alive in zip(chosen, results, strict=True):
+                    if alive and not {what, what.partition("   in: ")[0]}.isdisjoint(EQUAL.get(file, {})):
+                        equal += 1
+                    elif alive:
+                        survivors.append(f"{file}:{line}: {what}")
+                        print(survivors[-1], flush=True)
             print(f"{file}: {len(chosen)} of {len(found)} mutants tried", flush=True)
     print(f"{tried} mutants, {equal} make no difference, {len(survivors)} survived")
     if options.json:
