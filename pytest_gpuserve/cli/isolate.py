@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import os
-import tempfile
 import time
 from collections.abc import Iterable, Sequence
 from dataclasses import replace
@@ -22,6 +21,8 @@ from ..isolation.variants import CommandLine, Variants, from_matrix
 from ..redaction.redact import Redactor
 from ..server.gpu_pool import GpuPool, gpu_pool
 from ..server.lifecycle import Limits
+from ..server.paths import scratch
+from ..server.reaper import sweep_dead_sessions
 from ..shape import read
 from ..text import escape, one_line
 from . import isolate_text as text
@@ -136,6 +137,8 @@ def run(arguments: argparse.Namespace) -> int:
     if state.target is None:
         state.target = target
     pool = _pool(arguments.gpus)
+    if swept := sweep_dead_sessions().text:
+        say(swept)
     spec = variants.wanted(()).spec
     width = arguments.parallel or (min(4, len(pool.devices) // spec.tp) if pool.counted else 1)
     limits = Limits(arguments.startup_timeout, arguments.grace)
@@ -143,10 +146,10 @@ def run(arguments: argparse.Namespace) -> int:
     try:
         with (
             as_interrupt([]),
-            tempfile.TemporaryDirectory(prefix="gpuserve-cold-") as cold,
+            scratch("cold") as cold,
             Launcher(arguments.output / "incidents", limits, check, pool, stall=arguments.stall_timeout) as launcher,
         ):
-            isolation = Isolation(variants, state, launcher, arguments, say, max(1, width), Path(cold), probe)
+            isolation = Isolation(variants, state, launcher, arguments, say, max(1, width), cold, probe)
             result = isolation.run(evidence)
     except KeyboardInterrupt:
         say(f"\nInterrupted. {len(state.runs)} runs are in {arguments.output}; the same command goes on from there.")

@@ -62,6 +62,8 @@ def run(arguments: argparse.Namespace) -> int:
 def _sessions(yes: bool, grace: float) -> int:
     found = reaper.find_leftovers(state_root(), strays=True)
     if not found:
+        if yes:
+            reaper.sweep_dead_sessions()  # directories that nobody wants any more
         print("Nothing is left of dead sessions.")
         return 0
     for leftover in found:

@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .. import procfs
 from ..procfs import ProcessId
-from .paths import MARKER, here
+from .paths import MARKER, SCRATCH, here
 
 KEEP = 3 * 86400.0
 """Seconds that the directory of a dead session stays after nothing of it was left: its logs may still be wanted."""
@@ -101,6 +101,16 @@ def mark(session: Session) -> None:
     """Note that nothing is left of it."""
     with contextlib.suppress(OSError):
         os.close(os.open(session.path / SWEPT, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o600))
+
+
+def clear(session: Session) -> None:
+    """Remove what is of no use without its process, never through a link."""
+    import shutil
+
+    with contextlib.suppress(OSError):
+        for path in session.path.glob(f"{SCRATCH}*"):
+            if own(path.lstat(), stat.S_ISDIR):
+                shutil.rmtree(path, ignore_errors=True)
 
 
 def outdated(session: Session) -> bool:

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import secrets
 import stat
 import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
 from .. import procfs
@@ -18,6 +20,9 @@ STATE_VARIABLE = "GPUSERVE_STATE"
 MARKER = ".gpuserve"
 """File in a session's directory: where its pids mean something, ``{"boot", "pid_namespace"}``. What has none is not
 ours to sweep or to remove."""
+
+SCRATCH = "scratch-"
+"""How directories in a session's begin that go with it: a sweep removes them at once, not days later as the logs."""
 
 _sessions: dict[tuple[int, Path], Path] = {}
 
@@ -69,6 +74,22 @@ def session_directory() -> Path:
             ) from None
         _sessions[key] = path
     return _sessions[key]
+
+
+@contextlib.contextmanager
+def scratch(name: str) -> Iterator[Path]:
+    """A directory of this process, removed at the end; where that is a SIGKILL, by the next sweep.
+
+    Raises:
+        GpuserveError: it cannot be made.
+    """
+    parent = session_directory()
+    try:
+        directory = tempfile.TemporaryDirectory(prefix=f"{SCRATCH}{name}-", dir=parent)
+    except OSError as error:
+        raise GpuserveError(f"{parent} cannot be written: {error.strerror}. Make room there.") from None
+    with directory as path:
+        yield Path(path)
 
 
 def here() -> dict[str, object]:

@@ -131,6 +131,7 @@ def sweep_dead_sessions(limit: float = 10.0) -> Swept:
             if not swept.left and not swept.problems:
                 for session in todo:
                     if _finished(session):
+                        dead.clear(session)
                         dead.mark(session)
             removed = dead.remove(sessions, deadline)
         return _sweep_leases(replace(swept, removed=removed))

@@ -313,6 +313,30 @@ def test_old_logs_go_and_recent_ones_stay(state: Path, tmp_path: Path) -> None:
     assert (outside / "precious").read_text() == "x"
 
 
+KILLED = """
+import os, signal
+from pytest_gpuserve.server.paths import scratch
+with scratch("cold") as path:
+    (path / "kernel").touch()
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+
+
+def test_what_is_of_no_use_without_its_process_goes_at_once(state: Path, tmp_path: Path) -> None:
+    subprocess.run([sys.executable, "-c", KILLED], check=False)
+    (left,) = (state / "sessions").glob("*/scratch-cold-*")
+    (left.parent / "server.log").write_text("last words")
+    (tmp_path / "outside").mkdir()
+    (left.parent / "scratch-link").symlink_to(tmp_path / "outside")
+    with paths.scratch("cold") as living:
+        assert reaper.sweep_dead_sessions().problems == ()
+        assert living.is_dir()
+    assert not living.exists()
+    assert not left.exists()
+    assert (left.parent / "server.log").exists()
+    assert (tmp_path / "outside").is_dir()
+
+
 def test_sessions_behind_a_link_are_not_ours(state: Path, tmp_path: Path) -> None:
     state.mkdir(mode=0o700)
     kept = dead_session(tmp_path / "far", age=1e7)
