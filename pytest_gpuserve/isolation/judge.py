@@ -34,6 +34,9 @@ _HOST = re.compile(
 )
 """In a reason: this machine cannot test any commit."""
 
+_FULL = re.compile(r"OSError: \[Errno (28|122)\]")
+"""So begins the reason of a test for which there was no space left, or no quota: the machine's trouble."""
+
 
 @dataclass(frozen=True, slots=True)
 class Report:
@@ -75,10 +78,11 @@ class Report:
 
     @property
     def signature(self) -> Signature:
-        """Of a failure: the server's, else the exception and the test."""
+        """Of a failure: the server's, else the machine's where its disk is full, else the exception."""
         if self.verdict:
             return Signature(self.verdict, self.phase, frozenset(self.roots))
-        return Signature("test", None, frozenset({self.error or "failed"}))
+        kind = "infra" if _FULL.match(self.reason) else "test"
+        return Signature(kind, None, frozenset({self.error or "failed"}))
 
 
 @dataclass(frozen=True, slots=True)
@@ -116,17 +120,19 @@ class Judged:
 
 def judge_session(session: Session, target: Signature | None, tests: Sequence[str] = ()) -> Judged:
     """One run. ``target``: the failure that is sought; None: any failure of a test that is not the machine's.
-    ``tests``: those that failed so elsewhere; without them no run is good."""
+    ``tests``: those that failed so elsewhere; without them no run is good, and of others only a server's failure is
+    theirs, since the class of an exception tells nothing from another."""
     if session.reports is None:
         if session.code in (0, 1, 5):
             return Judged(
-                BROKEN,
+                SKIP if tests else BROKEN,  # elsewhere it was reported
                 f"pytest ended with exit code {session.code}, and pytest-gpuserve did not report any test: it is not "
-                "installed for this pytest, or switched off (-p no:gpuserve)",
+                "installed for this pytest, or switched off (-p no:gpuserve), or a launcher hides the variable "
+                "GPUSERVE_RESULTS from it",
             )
         return Judged(SKIP, _code_text(session))
     failed = session.failed
-    sought = [r for r in failed if _sought(r, target)]
+    sought = [r for r in failed if _sought(r, target) and (r.verdict or not tests or r.nodeid in tests)]
     if sought:
         first = sought[0]
         return Judged(BAD, f"{first.nodeid}: {first.signature}{_short(first.reason)}", first.signature, _alike(sought))

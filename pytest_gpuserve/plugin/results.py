@@ -29,7 +29,7 @@ class Results:
         self._rerun: set[str] = set()  # their attempt is over, though its teardown may be reported still
         self._failed: set[str] = set()
         self.cut = False
-        """Ctrl-C, pytest.exit or an internal error, whose exit code may be 0."""
+        """Ctrl-C, pytest.exit, a plugin that stops the session or an internal error, whose exit code may be 0."""
 
     def pytest_keyboard_interrupt(self) -> None:
         self.cut = True
@@ -71,7 +71,8 @@ class Results:
             reason = _last_words(str(report.longrepr))
             self._write({"nodeid": report.nodeid, "outcome": "error", "reason": reason, "error": COLLECTION})
 
-    def pytest_sessionfinish(self) -> None:
+    def pytest_sessionfinish(self, session: pytest.Session) -> None:
+        self.cut |= bool(session.shouldfail or session.shouldstop)
         for entry in self._tests.values():  # whose teardown was never reported: a worker crashed, pytest.exit
             if entry["outcome"] in (None, "passed"):
                 entry |= {"outcome": "error", "reason": "the session ended before this test did"}
@@ -104,6 +105,7 @@ def register(config: pytest.Config) -> None:
             if not results.cut:
                 put(FINISHED)
             file.close()
+            os.environ.pop(f"{RESULTS}_OWNER", None)  # another session of this process reports as well
 
         results = Results(put, end)
         put(STARTED)

@@ -100,6 +100,25 @@ def test_a_good_commit_passes_the_tests_that_are_sought(reports: list[Report], e
     assert judged.code == expected, judged.reason
 
 
+def test_another_test_that_fails_alike_is_another_failure() -> None:
+    """Most failures are an AssertionError; what a server did is told by more than that."""
+    target = FAILED.signature
+    assert judge_session(Session(1, (PASSED, FAILED)), target, ("t::a",)).code == SKIP
+    assert judge_session(Session(1, (PASSED, FAILED)), target, ("t::b",)).code == BAD
+    assert judge_session(Session(1, (PASSED, HUNG)), TARGET, ("t::a",)).code == BAD
+
+
+def test_a_commit_whose_pytest_does_not_report_stops_no_bisection() -> None:
+    assert judge_session(Session(0, None), None, ("t::a",)).code == SKIP
+
+
+def test_a_full_disk_is_the_machines() -> None:
+    full = Report("t::a", "failed", reason="OSError: [Errno 28] No space left on device", error="OSError")
+    talks = Report("t::b", "failed", reason="assert '[Errno 28]' in text", error="AssertionError")
+    assert judge_session(Session(1, (full,)), None).code == SKIP
+    assert judge_session(Session(1, (full, talks)), None).code == BAD
+
+
 def test_the_tests_that_failed_alike() -> None:
     again = Report("t::i", "failed", error="AssertionError")
     assert judge_session(Session(1, (FAILED, HUNG, again)), None).tests == ("t::b", "t::i")
