@@ -17,7 +17,7 @@ from ..errors import GpuserveError
 from ..isolation.bisect import Range, contradicted, narrowed, next_commit, repeat_for, summary, tally
 from ..isolation.judge import BAD, BROKEN, GOOD, Judged
 from ..text import escape, one_line
-from .bisect_state import NAME, State, bring_back, load
+from .bisect_state import NAME, State, bring_back, end_child, load
 from .git import Git
 from .isolate_state import fingerprint, lock
 from .judge import INTERRUPTED, Settings, add_options, judge, settings
@@ -93,6 +93,8 @@ def _bisect(arguments: argparse.Namespace, chosen: Settings, git: Git) -> int:
     finally:
         if problem := state.go_back():
             _say(f"gpuserve bisect: {problem}")
+        elif moved := git.submodules():
+            _say(f"gpuserve bisect: it leaves {moved} puts that right.")
     for line in summary(found, state.verdicts, git.subjects([*found.candidates, *found.good])):
         _say(escape(line, 600))
     _say(f"{tally(state.verdicts)}; every step is in {chosen.log}.")
@@ -117,6 +119,7 @@ def _left(git: Git, *, fresh: bool) -> State | None:
         _say(f"{what}: what an earlier run judged is forgotten.")
         return None
     if left is not None:
+        end_child(left, _say)
         bring_back(left, _say)
     return left
 
@@ -222,17 +225,17 @@ class Bisection:
         self._state.checkout(commit)
         failed: list[Judged] = []
         runs = 0
-        once = replace(self._chosen, repeat=1)
+        once = replace(self._chosen, repeat=1, tests=())
         least = _ENDS if self._automatic else 1
         while runs < least or (not failed and runs < max(least, self._chosen.repeat) + _PATIENCE):
-            judged = judge(once, self._say, cwd=self._git.here)
+            judged = self._tested(once)
             runs += 1
             if judged.code == BROKEN:
                 raise _BrokenError(judged.reason)
             if judged.code == BAD:
                 failed.append(judged)
                 self._seek(judged)
-                once = replace(self._chosen, repeat=1)
+                once = replace(self._chosen, repeat=1, tests=())
             elif judged.code != GOOD:
                 break
         if not failed:
@@ -263,10 +266,21 @@ class Bisection:
 
     def _judge(self, commit: str, repeat: int | None = None) -> Judged:
         self._state.checkout(commit)
-        judged = judge(replace(self._chosen, repeat=repeat or self._chosen.repeat), self._say, cwd=self._git.here)
+        judged = self._tested(replace(self._chosen, repeat=repeat or self._chosen.repeat))
         if judged.code == BROKEN:
             raise _BrokenError(judged.reason)
         self._keep(commit, judged)
+        return judged
+
+    def _tested(self, chosen: Settings) -> Judged:
+        """What HEAD is.
+
+        Raises:
+            GpuserveError: what ran was no state of the project.
+        """
+        judged = judge(chosen, self._say, cwd=self._git.here, started=self._state.started)
+        if judged.code in (GOOD, BAD) and (moved := self._git.submodules()):
+            raise GpuserveError(f"what was tested had {moved} has to be the --build, or part of it.")
         return judged
 
     def _keep(self, commit: str, judged: Judged) -> None:

@@ -7,12 +7,16 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
+from .. import procfs, shell
 from ..errors import GpuserveError
 from ..isolation.judge import BAD, GOOD, SKIP, Judged
 from ..isolation.signature import SHAPE as SIGNATURE
 from ..isolation.signature import Signature
+from ..procfs import ProcessId
 from ..report.files import Store
-from ..shape import Maybe, read
+from ..server.gpu_holders import end
+from ..server.paths import here
+from ..shape import OBJECT, Maybe, read
 from ..text import one_line
 from .git import Git, Position
 
@@ -30,6 +34,7 @@ _SHAPE = {
     "at": [str],
     "repeat": int,
     "again": [str],
+    "child": Maybe({"pid": int, "start": int, "here": OBJECT}),
     "verdicts": {str: {"code": (GOOD, BAD, SKIP), "reason": str, "signature": Maybe(SIGNATURE), "tests": Maybe([str])}},
 }
 
@@ -46,6 +51,7 @@ class State:
         at: where HEAD may be while it is not back; empty: it is.
         repeat: good runs that a commit needs. again: good commits that were tested once more.
         verdicts: by commit, the last one counts.
+        child: the build or the pytest that was started last, and where that number means it.
     """
 
     git: Git
@@ -58,6 +64,7 @@ class State:
     repeat: int = 1
     again: set[str] = field(default_factory=set)
     verdicts: dict[str, Judged] = field(default_factory=dict)
+    child: tuple[ProcessId, dict[str, Any]] | None = None
 
     @property
     def title(self) -> str:
@@ -88,10 +95,19 @@ class State:
             "again": sorted(self.again),
             "verdicts": verdicts,
         }
+        if self.child is not None:
+            process, place = self.child
+            content["child"] = {"pid": process.pid, "start": process.start, "here": place}
         try:
             Store(self.git.directory, None, 0o600).write_json(NAME, content)
         except OSError as error:
             raise GpuserveError(f"{self.git.directory / NAME} cannot be written: {error.strerror}.") from None
+
+    def started(self, pid: int) -> None:
+        """A child of this process, which must not outlive it."""
+        process = procfs.process_id(pid)
+        self.child = (process, here()) if process else None
+        self.save()
 
     def checkout(self, commit: str) -> None:
         """HEAD at a commit; that it is away is on disk before it is.
@@ -155,7 +171,26 @@ def load(git: Git) -> State | None:
         max(1, raw["repeat"]),
         set(raw["again"]),
         verdicts,
+        (ProcessId(child["pid"], child["start"]), child["here"]) if (child := raw.get("child")) else None,
     )
+
+
+def end_child(left: State, say: Callable[[str], None]) -> None:
+    """End what an earlier run had started, if exactly that is still there: it would run beside ours.
+
+    Raises:
+        GpuserveError: it does not end.
+    """
+    if left.child is None or left.child[1] != here() or not procfs.same(left.child[0]):
+        return
+    process = left.child[0]
+    name = f"pid {process.pid} ({one_line(shell.line(procfs.cmdline(process.pid)), 200)})"
+    if end([process]):
+        raise GpuserveError(
+            f"an earlier gpuserve bisect was killed, and {name}, which it had started, is still there: it does not end "
+            f"by SIGKILL (it waits in the kernel). The same command goes on when it is gone."
+        )
+    say(f"An earlier gpuserve bisect was killed and left {name}, which it had started: that was ended.")
 
 
 def bring_back(left: State, say: Callable[[str], None]) -> None:
@@ -171,7 +206,7 @@ def bring_back(left: State, say: Callable[[str], None]) -> None:
         left.at = ()  # a person saw to it
         left.save()
         return
-    if changed := left.git.changed():
+    if changed := left.git.changed(submodules=False):
         raise GpuserveError(
             f"an earlier gpuserve bisect was killed: it began at {left.start} and left HEAD at {here}, with changes in "
             f"{changed}. If its build or its test made them, git reset --hard drops them, and the same command goes on."

@@ -15,6 +15,9 @@ _LIMIT = 600.0
 """Seconds for one git command: a checkout of a large tree on a slow disk takes minutes."""
 
 
+UPDATE = "git submodule update --init --recursive"
+
+
 @dataclass(frozen=True, slots=True)
 class Position:
     """Where HEAD is. ``branch`` None: detached."""
@@ -107,16 +110,32 @@ class Git:
         branch = out.strip().removeprefix("refs/heads/") if code == 0 else None
         return Position(self.commit("HEAD", "HEAD"), branch)
 
-    def changed(self) -> str:
-        """The tracked files that are changed, in few words; empty: none."""
-        lines = self("status", "--porcelain", "--untracked-files=no").splitlines()
+    def changed(self, *, submodules: bool = True) -> str:
+        """The tracked files that are changed, in few words; empty: none. No checkout touches those of submodules."""
+        which = "--ignore-submodules=" + ("untracked" if submodules else "all")
+        lines = self("status", "--porcelain", "--untracked-files=no", which).splitlines()
         if not lines:
             return ""
         count = f"{len(lines)} tracked file{'s' if len(lines) > 1 else ''}"
         return f"{count} of {self.top} ({one_line(lines[0].strip(), 80)}{'…' if len(lines) > 1 else ''})"
 
+    def submodules(self) -> str:
+        """Those that are at another commit than is recorded here, in few words, and what to do; empty: none."""
+        _, out, _ = self.run(["submodule", "status", "--recursive"])  # it fails where .gitmodules does not fit
+        moved = [
+            line[1:].partition(" ")[2].rpartition(" (")[0] for line in out.splitlines() if line.startswith(("+", "U"))
+        ]
+        if not moved:
+            return ""
+        return (
+            f"submodule {one_line(moved[0], 80)}{f' and {len(moved) - 1} more' if len(moved) > 1 else ''} at another "
+            f"commit than {self.position()} records: {UPDATE}"
+        )
+
     def check_clean(self) -> None:
         """Raises GpuserveError when tracked files are changed, or a bisection, merge or rebase is under way."""
+        if moved := self.submodules():
+            raise GpuserveError(f"there is {moved} puts that right; what is meant so has to be committed first.")
         if changed := self.changed():
             raise GpuserveError(
                 f"there are changes in {changed}, and every checkout would carry them along or fail. Commit or stash "

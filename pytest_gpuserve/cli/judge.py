@@ -23,9 +23,9 @@ from ..report.files import Store
 from ..server.paths import state_root
 from ..shape import Maybe, read
 from ..text import one_line
-from .pytest_probe import is_pytest, run_session
+from .pytest_probe import check_pytest, run_session
 from .signals import as_interrupt
-from .user_command import check_above_zero, end_group, words_of
+from .user_command import check_above_zero, end_group, start, words_of
 
 INTERRUPTED = 130
 """128 + SIGINT: git bisect stops."""
@@ -118,8 +118,7 @@ def settings(arguments: argparse.Namespace) -> Settings:
     """
     from ..isolation.judge import repeats
 
-    if not is_pytest(arguments.words):
-        raise GpuserveError("write the test command after --, for example: gpuserve judge -- pytest -m sm120 -k eagle3")
+    check_pytest("judge", arguments.words)
     if arguments.repeat is not None and arguments.repeat < 1:
         raise GpuserveError("--repeat must be 1 or more.")
     rate = arguments.repro_rate
@@ -166,8 +165,14 @@ def run(arguments: argparse.Namespace) -> int:
     return judged.code
 
 
-def judge(chosen: Settings, say: Callable[[str], None], *, cwd: Path | None = None) -> Judged:
-    """Build, test as often as needed, and say what the commit is; one line in the log.
+def judge(
+    chosen: Settings,
+    say: Callable[[str], None],
+    *,
+    cwd: Path | None = None,
+    started: Callable[[int], None] = lambda pid: None,
+) -> Judged:
+    """Build, test as often as needed, and say what the commit is; one line in the log. ``started`` takes pids of ours.
 
     Raises:
         GpuserveError: the command cannot be run, or the log not be written.
@@ -175,13 +180,13 @@ def judge(chosen: Settings, say: Callable[[str], None], *, cwd: Path | None = No
     begin = time.monotonic()
     commit = _git(["rev-parse", "HEAD"], cwd) or "-"
     results: list[Judged] = []
-    judged = _no_directory(cwd) or _build(chosen, cwd)
+    judged = _no_directory(cwd) or _build(chosen, cwd, started)
     env = _caches(commit) if chosen.private_caches and commit != "-" else {}
     while judged is None:
         judged = _busy(chosen.gpu_wait) or None
         if judged is not None:
             break
-        session = run_session(chosen.argv, env=env, limit=chosen.limit, cwd=cwd)
+        session = run_session(chosen.argv, env=env, limit=chosen.limit, cwd=cwd, started=started)
         results.append(judge_session(session, chosen.target, chosen.tests))
         judged = decided(results, chosen.repeat)
     _log(chosen, commit, judged, len(results), time.monotonic() - begin, cwd)
@@ -227,15 +232,16 @@ def _no_directory(cwd: Path | None) -> Judged | None:
     return Judged(SKIP, f"the directory {one_line(str(cwd))} is not there at this commit") if gone else None
 
 
-def _build(chosen: Settings, cwd: Path | None) -> Judged | None:
+def _build(chosen: Settings, cwd: Path | None, started: Callable[[int], None]) -> Judged | None:
     if not chosen.build:
         return None
     try:
-        child = subprocess.Popen(list(chosen.build), stdin=subprocess.DEVNULL, cwd=cwd, start_new_session=True)
+        child = start(chosen.build, cwd=cwd)
     except OSError as error:
         # what is missing at one commit (./build.sh) may be there at the next
         return Judged(SKIP, f"the build cannot be run: {chosen.build[0]}: {error.strerror}")
     try:
+        started(child.pid)
         code = child.wait(chosen.build_limit)
     except subprocess.TimeoutExpired:
         end_group(child)

@@ -32,6 +32,7 @@ from ..text import one_line
 from ..watch.watcher import start as start_watcher
 from . import parity
 from .user_command import end_group
+from .user_command import start as start_command
 
 Say = Callable[[str], None]
 
@@ -275,12 +276,10 @@ def _run_probe(server: Server, how: Check) -> Checked:
     """
     values = {"{url}": server.url, "{port}": str(server.port), "{model}": server.model}
     argv = [_fill(word, values) for word in how.argv]
-    env = {**os.environ, "GPUSERVE_URL": server.url, "GPUSERVE_MODEL": server.model, "GPUSERVE_API_KEY": server.api_key}
+    env = {"GPUSERVE_URL": server.url, "GPUSERVE_MODEL": server.model, "GPUSERVE_API_KEY": server.api_key}
     with tempfile.TemporaryFile() as output:
         try:
-            child = subprocess.Popen(
-                argv, stdin=subprocess.DEVNULL, stdout=output, stderr=output, env=env, start_new_session=True
-            )
+            child = start_command(argv, env, output=output)
         except OSError as error:
             raise EngineError(f"--probe: {how.argv[0]} cannot be run: {error.strerror}. Correct --probe.") from None
         try:

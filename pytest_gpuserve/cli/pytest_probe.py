@@ -8,30 +8,48 @@ import math
 import os
 import signal
 import subprocess
-import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from .. import procfs
+from .. import procfs, shell
 from ..errors import GpuserveError
 from ..isolation.deltas import parse_options
 from ..isolation.judge import BAD, GOOD, Report, Session, judge_session
 from ..isolation.signature import Signature
+from ..server.paths import scratch
 from ..shape import OBJECT, parsed
-from ..text import escape
+from ..text import escape, one_line
 from ..vocabulary import FINISHED, RESULTS, STARTED
 from .launches import Seen
+from .user_command import end_group, start
 
 if TYPE_CHECKING:
     from ..isolation.variants import Wanted
 
 
+_PYTEST = ("pytest", "py.test", "-mpytest")
+
+
 def is_pytest(argv: Sequence[str]) -> bool:
-    """``pytest …``, ``py.test …`` or ``python -m pytest …``."""
-    names = [Path(word).name for word in argv[:3]]
-    return bool(names) and (names[0] in ("pytest", "py.test") or names[1:3] == ["-m", "pytest"])
+    """Whether pytest is among the words: ``pytest …``, ``python -I -m pytest …``, ``A=1 uv run pytest …``. Then options
+    of pytest may be added at the end; whether it runs, its results tell."""
+    return any(Path(word).name in _PYTEST for word in argv)
+
+
+def check_pytest(command: str, argv: Sequence[str]) -> None:
+    """Raises GpuserveError where no pytest can be seen; what to write instead."""
+    if is_pytest(argv):
+        return
+    instead = f"for example: gpuserve {command} -- pytest -m sm120 -k eagle3"
+    if not argv:
+        raise GpuserveError(f"write the test command after --, {instead}")
+    raise GpuserveError(
+        f"no pytest can be seen in {one_line(shell.line(argv), 200)}, and what another program does with a failure is "
+        f"not known here. Write the pytest command that it runs, {instead} (NAME=VALUE, env, uv run and the like may "
+        "stand before it; of an environment of tox: .tox/NAME/bin/pytest; what has to be built: --build)."
+    )
 
 
 def run_session(
@@ -42,43 +60,38 @@ def run_session(
     output: Path | None = None,
     cwd: Path | None = None,
     stopped: Callable[[], bool] = lambda: False,
+    started: Callable[[int], None] = lambda pid: None,
 ) -> Session:
     """Run pytest; never longer than ``limit`` seconds. Its output goes where ours goes, or to a file.
 
     On Ctrl-C, past the limit, and when ``stopped`` (asked several times a second) says so, it is ended, and its servers
-    with it.
+    with it. ``started`` takes its pid.
 
     Raises:
         GpuserveError: it cannot be run.
     """
-    with tempfile.TemporaryDirectory(prefix="gpuserve-results-") as directory:
-        results = Path(directory) / "results.jsonl"
+    with scratch("results") as directory:
+        results = directory / "results.jsonl"
         with contextlib.ExitStack() as stack:
             target = stack.enter_context(output.open("ab")) if output is not None else None
             try:
-                child = subprocess.Popen(
-                    list(argv),
-                    env={**os.environ, **(env or {}), RESULTS: str(results)},
-                    stdin=subprocess.DEVNULL,
-                    stdout=target,
-                    stderr=target,
-                    cwd=cwd,
-                    start_new_session=True,  # Ctrl-C reaches it once, from us
-                )
+                child = start(argv, {**(env or {}), RESULTS: str(results)}, cwd=cwd, output=target)
             except OSError as error:
                 raise GpuserveError(
                     f"{argv[0]} cannot be run: {error.strerror}. Correct the command after --."
                 ) from None
             timed_out = False
             try:
+                started(child.pid)
                 deadline = math.inf if limit is None else time.monotonic() + limit
                 while child.poll() is None and not timed_out:
                     with contextlib.suppress(subprocess.TimeoutExpired):
                         child.wait(min(0.2, max(0.0, deadline - time.monotonic())))
                     timed_out = child.poll() is None and (time.monotonic() >= deadline or stopped())
+                said = _read(results)  # what fails from here on is our own doing
             finally:
                 _end(child)
-        return Session(child.returncode, *_read(results), timed_out)
+        return Session(child.returncode, *said, timed_out)
 
 
 def run_pytest(
@@ -142,16 +155,15 @@ def _set(values: Mapping[str, Any]) -> list[str]:
 
 def _end(child: subprocess.Popen[bytes]) -> None:
     """By SIGINT, where it does not ignore that, so that its report is whole; else its servers end as their owner does,
-    on whom their supervisors hold a pidfd."""
+    on whom their supervisors hold a pidfd. To all of its group, as a terminal does: it may be behind a launcher."""
     deaf = procfs.ignores(child.pid, signal.SIGINT)
     for number, patience in ((signal.SIGTERM if deaf else signal.SIGINT, 30.0), (signal.SIGTERM, 5.0)):
         if child.poll() is not None:
             return
-        child.send_signal(number)
+        os.killpg(child.pid, number)
         with contextlib.suppress(subprocess.TimeoutExpired):
             child.wait(patience)
-    child.kill()
-    child.wait()
+    end_group(child)
 
 
 def _read(path: Path) -> tuple[tuple[Report, ...] | None, bool]:

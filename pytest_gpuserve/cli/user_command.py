@@ -9,11 +9,16 @@ import shlex
 import shutil
 import signal
 import subprocess
-from collections.abc import Sequence
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import IO
 
 from ..errors import GpuserveError
+from ..isolation.deltas import environment
 from ..text import one_line
+
+_TIED = Path(__file__).with_name("exec_tied.py")
 
 
 def words_of(option: str, text: str) -> tuple[str, ...]:
@@ -26,9 +31,49 @@ def words_of(option: str, text: str) -> tuple[str, ...]:
         words = tuple(shlex.split(text))
     except ValueError as error:
         raise GpuserveError(f"{option} {one_line(text, 200)} is no command: {error}. Correct its quotes.") from None
-    if not words or not words[0]:
+    command = environment(words)[1]
+    if not command or not command[0]:
         raise GpuserveError(f"{option} names no command. Write one, or leave {option} out.")
     return words
+
+
+def start(
+    argv: Sequence[str],
+    env: Mapping[str, str] | None = None,
+    *,
+    cwd: Path | None = None,
+    output: IO[bytes] | None = None,
+) -> subprocess.Popen[bytes]:
+    """Start a command in a session of its own, so that Ctrl-C reaches it once, from us; SIGTERM tells it of our death.
+
+    Words NAME=VALUE before it are variables. Its output goes where ours goes, or to a file.
+
+    Raises:
+        OSError: it cannot be run.
+    """
+    assigned, words = environment(argv)
+    read, write = os.pipe()
+    with open(read, "rb") as told:
+        try:
+            child = subprocess.Popen(
+                [sys.executable, "-I", "-S", str(_TIED), str(os.getpid()), str(write), *words],
+                env={**os.environ, **dict(assigned), **(env or {})},
+                stdin=subprocess.DEVNULL,
+                stdout=output,
+                stderr=output,
+                cwd=cwd,
+                pass_fds=(write,),
+                start_new_session=True,
+            )
+        finally:
+            os.close(write)
+        try:
+            if number := told.read():
+                raise OSError(int(number), os.strerror(int(number)))
+        except BaseException:
+            end_group(child)
+            raise
+    return child
 
 
 def check_above_zero(arguments: argparse.Namespace, *names: str) -> None:
@@ -48,8 +93,9 @@ def end_group(child: subprocess.Popen[bytes]) -> None:
 
 def check_program(option: str, argv: Sequence[str]) -> None:
     """Raises GpuserveError when the command of an option names no program that can be run."""
-    name = argv[0]
-    if shutil.which(name) is not None:
+    assigned, words = environment(argv)
+    name = words[0] if words else ""
+    if shutil.which(name, path=dict(assigned).get("PATH")) is not None:
         return
     path = Path(name)
     if "/" not in name or not path.exists():

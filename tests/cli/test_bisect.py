@@ -15,8 +15,11 @@ from pathlib import Path
 
 import pytest
 
+from pytest_gpuserve import procfs
+from pytest_gpuserve.cli.bisect_state import State, end_child, load
 from pytest_gpuserve.cli.git import Git
 from pytest_gpuserve.errors import GpuserveError
+from pytest_gpuserve.server.paths import here
 
 PYTEST = [sys.executable, "-m", "pytest", "-q", "-p", "no:randomly", "-p", "no:cacheprovider", "-p", "no:xdist"]
 TEST = """\
@@ -370,6 +373,87 @@ def test_where_head_is_left_is_said_when_it_cannot_come_back(tmp_path: Path) -> 
     done = repo.bisect("--repeat", "1", bad=None)
     assert f"First bad commit: {repo.commits[2]}" in done.stdout
     assert repo.head == "refs/heads/main"
+
+
+SLEEPS = """\
+import os, signal, time
+
+def test_it():
+    if not os.path.exists("ran"):
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        open("ran.part", "w").write(str(os.getpid()))
+        os.rename("ran.part", "ran")
+        time.sleep(500)
+    import state
+    assert not state.BROKEN
+"""
+
+
+def test_what_a_killed_one_had_started_does_not_run_beside_the_next(tmp_path: Path) -> None:
+    """Its pytest does not hear SIGTERM, which a dying parent sends."""
+    repo = repository(tmp_path, count=3, culprit=2)
+    (repo.path / "test_sleeps.py").write_text(SLEEPS)
+    process = subprocess.Popen(
+        repo.command("--repeat", "1", bad=None, tests=("test_sleeps.py",)), cwd=repo.path, env=repo.environment
+    )
+    deadline = time.monotonic() + 60
+    while not (repo.path / "ran").exists() or "child" not in json.loads(repo.kept.read_text()):
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+    process.kill()
+    process.wait()
+    pid = int((repo.path / "ran").read_text())
+    assert procfs.process_id(pid) is not None
+    done = repo.bisect("--repeat", "1", bad=None, tests=("test_sleeps.py",))
+    assert f"was killed and left pid {pid} (" in done.stdout
+    assert f"First bad commit: {repo.commits[2]}" in done.stdout
+    assert procfs.process_id(pid) is None
+    assert "left pid" not in repo.bisect("--repeat", "1", bad=None, tests=("test_sleeps.py",)).stdout
+
+
+def test_nobody_elses_process_is_ended(tmp_path: Path) -> None:
+    """Another of that number, or one of another boot or container."""
+    repo = repository(tmp_path, count=1)
+    git = Git(repo.path)
+    with subprocess.Popen([sys.executable, "-c", "import signal; signal.pause()"]) as process:
+        ours = procfs.process_id(process.pid)
+        other = procfs.ProcessId(ours.pid, ours.start - 1)
+        said: list[str] = []
+        for child in ((other, here()), (ours, {**here(), "boot": "another"}), (ours, {**here(), "pid_namespace": 1})):
+            state = State(git, "mark", "pytest", repo.commits[0], (), git.position(), child=child)
+            state.save()
+            end_child(load(git), said.append)
+            assert (process.poll(), said) == (None, [])
+        State(git, "mark", "pytest", repo.commits[0], (), git.position(), child=(ours, here())).save()
+        end_child(load(git), said.append)
+        assert process.wait() == -signal.SIGTERM
+        assert len(said) == 1
+
+
+def test_submodules(tmp_path: Path) -> None:
+    """The culprit is in a submodule; without an update at each commit, what is tested is no state of the project."""
+    library = repository(tmp_path, count=3, culprit=2)
+    (tmp_path / "outer").mkdir()
+    repo = repository(tmp_path / "outer", count=1, culprit=9)
+    allow = ("-c", "protocol.file.allow=always")
+    repo.git(*allow, "submodule", "--quiet", "add", str(library.path), "inner")
+    (repo.path / "test_inner.py").write_text("from inner.state import BROKEN\ndef test_it(): assert not BROKEN\n")
+    for commit in library.commits:
+        subprocess.run(["git", "checkout", "-q", commit], cwd=repo.path / "inner", check=True)
+        repo.git("add", "-A")
+        repo.git("commit", "-q", "-m", "inner")
+        repo.commits.append(repo.git("rev-parse", "HEAD"))
+    done = repo.bisect("--repeat", "1", good=1, tests=("test_inner.py",))
+    assert done.returncode == 2
+    assert "what was tested had submodule inner at another commit than" in done.stderr
+    assert "git submodule update --init --recursive has to be the --build" in done.stderr
+    build = "git submodule update --init --recursive"
+    done = repo.bisect("--repeat", "1", "--build", build, good=1, tests=("test_inner.py",))
+    assert f"First bad commit: {repo.commits[3]}" in done.stdout
+    assert "gpuserve bisect: it leaves submodule inner at another commit than main records" in done.stdout
+    done = repo.bisect("--repeat", "1", good=1, tests=("test_inner.py",))
+    assert done.returncode == 2
+    assert "submodule inner at another commit than main records: git submodule update" in done.stderr
 
 
 def test_two_at_once(tmp_path: Path) -> None:

@@ -113,6 +113,7 @@ def test_a_crash_of_two_deltas_is_found_and_verified_across_a_kill(place: Place)
     again = place.run(*words)
     assert again.returncode == 0
     assert place.state["runs"] == after["runs"], "a finished isolation starts nothing"
+    assert not list((place.path / "state" / "sessions").glob("*/scratch-*")), "caches of the one that was killed"
 
 
 def free_port() -> int:
@@ -328,9 +329,10 @@ def test_a_probe_that_its_shell_does_not_find(place: Place) -> None:
 def test_pytest_as_probe_starts_the_server_itself(place: Place) -> None:
     (place.path / "test_it.py").write_text(
         "import pytest\n\n@pytest.mark.gpuserve(engine='sim', args={'--kv-cache-dtype': 'fp8'})\n"
-        "def test_it(server):\n    assert 'fp8' not in server.get('/get_server_info').text\n"
+        "def test_it(server):\n    assert __import__('os').environ['A'] == '1'\n"
+        "    assert 'fp8' not in server.get('/get_server_info').text\n"
     )
-    probe = shlex.join([sys.executable, "-m", "pytest", "-p", "no:randomly", "test_it.py::test_it"])
+    probe = shlex.join(["A=1", sys.executable, "-B", "-m", "pytest", "-p", "no:randomly", "test_it.py::test_it"])
     words = [*SIM, "--kv-cache-dtype", "fp8", "--overlap", "on", "--cuda-graph", "off"]
     done = place.run("--calibrate", "1", "--one", "--remedies", "0", "--probe", probe, "--", *words)
     assert done.returncode == 0

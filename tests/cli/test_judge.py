@@ -4,10 +4,12 @@ from __future__ import annotations
 
 import json
 import os
+import shlex
 import signal
 import subprocess
 import sys
 import time
+from collections.abc import Callable
 from inspect import cleandoc
 from pathlib import Path
 
@@ -111,6 +113,7 @@ def test_it():
         ("def test_it(): pass", ["-p", "no:gpuserve"], 128, "did not report any test"),
         (OURS, ["--gpuserve=skip"], 125, "was skipped by us"),
         (WRONG_GPU, [], 128, "this machine cannot test it"),
+        ("def test_it(): raise OSError(28, 'No space left on device')", [], 125, "trouble of the machine: test_it.py"),
         ("def test_it(): pass", ["-n", "1"], 0, "GOOD"),
         (OURS, ["--gpuserve=skip", "-n", "1"], 125, "was skipped by us"),
         ("def test_it(): assert 0", ["--setup-only"], 125, "no test passed"),
@@ -149,6 +152,16 @@ def test_an_internal_error_with_a_hidden_exit_code(place: Place) -> None:
     assert (code, "before its session was over" in out) == (125, True)
 
 
+@pytest.mark.parametrize("how", ["shouldfail", "shouldstop"])
+def test_a_session_that_a_plugin_stops_with_a_hidden_exit_code(place: Place, how: str) -> None:
+    (place.path / "conftest.py").write_text(
+        f"def pytest_runtest_teardown(item): item.session.{how} = 'x'\n"
+        "def pytest_sessionfinish(session): session.exitstatus = 0\n"
+    )
+    code, out = place.judge("def test_a(): pass\ndef test_b(): assert 0")
+    assert (code, "before its session was over" in out) == (125, True)
+
+
 def test_every_session_of_a_command_must_end(place: Place) -> None:
     wrapper = place.path / "pytest"
     wrapper.write_text(
@@ -161,6 +174,90 @@ def test_every_session_of_a_command_must_end(place: Place) -> None:
     assert (code, "before its session was over" in out) == (125, True)
     code, out = place.judge(text.replace("END", "pass"), pytest=["./pytest"])
     assert (code, "2 passed" in out) == (0, True)
+
+
+LAUNCHER = """
+import signal, subprocess, sys
+signal.signal(signal.SIGINT, lambda *_: None)
+raise SystemExit(subprocess.run(sys.argv[2:]).returncode)
+"""
+"""As ``uv run``: not for it is Ctrl-C, it waits for its child."""
+
+
+@pytest.fixture
+def launcher(place: Place) -> list[str]:
+    (place.path / "uv").write_text(f"#!{sys.executable}\n{LAUNCHER}")
+    (place.path / "uv").chmod(0o755)
+    return ["./uv", "run"]
+
+
+@pytest.mark.parametrize("before", [["A=1"], ["env", "A=1"], ["A=1", "./uv", "run"]])
+def test_what_may_stand_before_pytest(place: Place, launcher: list[str], before: list[str]) -> None:
+    text = "import os\ndef test_it(): assert os.environ['A'] == '1'"
+    code, out = place.judge(text, pytest=[*before, *PYTEST])
+    assert (code, "GOOD (0): 1 passed" in out) == (0, True)
+
+
+@pytest.mark.parametrize("options", [["-I", "-m", "pytest"], ["-B", "-mpytest"]])
+def test_options_of_the_interpreter(place: Place, options: list[str]) -> None:
+    code, out = place.judge("def test_it(): pass", pytest=[sys.executable, *options, "-q"])
+    assert (code, "GOOD (0): 1 passed" in out) == (0, True)
+
+
+@pytest.mark.parametrize("command", [["make", "test"], ["sh", "-c", "pytest -q"], ["tox", "-e", "x", "--", "-k", "a"]])
+def test_a_command_that_hides_pytest_is_told_what_to_write(place: Place, command: list[str]) -> None:
+    code, out = place.judge("def test_it(): pass", pytest=command)
+    assert code == 128
+    assert f"no pytest can be seen in {shlex.join(command)}" in out
+    assert "Write the pytest command that it runs, for example: gpuserve judge -- pytest" in out
+
+
+def test_a_limit_ends_what_a_launcher_started(
+    place: Place, launcher: list[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (place.path / "test_it.py").write_text(RUNNING)
+    monkeypatch.setenv("GPUSERVE_STATE", str(place.path / "state"))
+    session = run_session([*launcher, *PYTEST], cwd=place.path, stopped=(place.path / "running").exists)
+    assert session.timed_out
+    assert session.whole is False, "it was interrupted"
+    assert procfs.process_id(int((place.path / "pid").read_text())) is None, "its pytest was left"
+
+
+def test_every_session_of_one_process_is_told(place: Place) -> None:
+    """pytest.main one after the other, each exit code ignored."""
+    (place.path / "pytest").write_text(
+        f"#!{sys.executable}\nimport pytest\nfor test in ('test_a', 'test_b'):\n"
+        f"    pytest.main([*{PYTEST[3:]!r}, '-k', test])\n"
+    )
+    (place.path / "pytest").chmod(0o755)
+    code, out = place.judge("def test_a(): pass\ndef test_b(): assert 0", pytest=["./pytest"])
+    assert (code, "BAD (1): test_it.py::test_b" in out) == (1, True)
+
+
+NESTED = """
+import subprocess, sys, pytest
+def test_it(tmp_path):
+    (tmp_path / "test_inner.py").write_text("def test_inner(): assert 0")
+    words = ["-p", "no:cacheprovider", str(tmp_path)]
+    assert pytest.main(words) == 1
+    assert subprocess.run([sys.executable, "-m", "pytest", *words]).returncode == 1
+"""
+
+
+def test_what_a_test_runs_is_not_told(place: Place) -> None:
+    code, out = place.judge(NESTED)
+    assert (code, "GOOD (0): 1 passed" in out) == (0, True)
+
+
+def test_what_fails_because_it_is_interrupted_is_no_failure(place: Place, monkeypatch: pytest.MonkeyPatch) -> None:
+    (place.path / "test_it.py").write_text(
+        "import time\ndef test_it():\n    open('running', 'w').close()\n    try:\n        time.sleep(500)\n"
+        "    except KeyboardInterrupt:\n        assert 0\n"
+    )
+    monkeypatch.setenv("GPUSERVE_STATE", str(place.path / "state"))
+    session = run_session(PYTEST, cwd=place.path, stopped=(place.path / "running").exists)
+    assert session.timed_out
+    assert session.failed == []
 
 
 def test_a_hang_is_told_from_other_failures(place: Place) -> None:
@@ -219,6 +316,7 @@ def test_flaky_runs_are_repeated(place: Place) -> None:
         (["--signature", "/no/such/incident"], PYTEST),
         (["--signature", "last"], PYTEST),
         (["--build", " "], PYTEST),
+        (["--build", "A=1"], PYTEST),
         (["--timeout", "-5"], PYTEST),
         (["--gpu-wait", "nan"], PYTEST),
         ([], ["make", "test"]),
@@ -241,17 +339,37 @@ def test_each_commit_has_kernel_caches_of_its_own(place: Place) -> None:
     assert head.stdout.strip() in place.log[0]
 
 
+RUNNING = """
+import os, time
+def test_it():
+    open('pid', 'w').write(str(os.getpid()))
+    open('running', 'w').close()
+    time.sleep(500)
+"""
+
+
+def until(true: Callable[[], bool]) -> None:
+    deadline = time.monotonic() + 60
+    while not true():
+        assert time.monotonic() < deadline
+        time.sleep(0.02)
+
+
+def test_killed_its_pytest_is_told(place: Place) -> None:
+    with place.start(RUNNING) as process:
+        try:
+            until((place.path / "running").exists)
+        finally:
+            process.kill()
+    pid = int((place.path / "pid").read_text())
+    until(lambda: procfs.process_id(pid) is None)
+
+
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM, signal.SIGHUP])
 def test_interrupted(place: Place, number: signal.Signals) -> None:
-    text = "import os, time\ndef test_it():\n    open('pid', 'w').write(str(os.getpid()))\n"
-    text += "    open('running', 'w').close()\n    time.sleep(100)"
-    process = place.start(text)
+    process = place.start(RUNNING)
     try:
-        deadline = time.monotonic() + 60
-        while not (place.path / "running").exists():
-            assert process.poll() is None
-            assert time.monotonic() < deadline
-            time.sleep(0.05)
+        until((place.path / "running").exists)
         process.send_signal(number)
         out, _ = process.communicate(timeout=60)
     finally:
@@ -262,8 +380,9 @@ def test_interrupted(place: Place, number: signal.Signals) -> None:
     assert procfs.process_id(int((place.path / "pid").read_text())) is None, "its pytest was left"
 
 
-def test_a_limit_needs_no_sigint(tmp_path: Path) -> None:
+def test_a_limit_needs_no_sigint(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A shell without job control has its background jobs ignore SIGINT; what never hears it is ended all the same."""
+    monkeypatch.setenv("GPUSERVE_STATE", str(tmp_path / "state"))
     (tmp_path / "pytest.ini").write_text("[pytest]\n")
     (tmp_path / "test_it.py").write_text(
         "import time\ndef test_it():\n    open('running', 'w').close()\n    time.sleep(500)\n"
