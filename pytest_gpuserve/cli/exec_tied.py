@@ -1,6 +1,6 @@
 """Become a command that is told by SIGTERM when its parent dies: ``exec_tied.py PARENT FD CMD…``.
 
-Run by path, with the standard library alone. Why the command cannot be run is written to FD, as errno. No
+Run by path, with the standard library alone. It writes ``+`` to FD, and why the command cannot be run, as errno. No
 ``preexec_fn``, which is not safe beside threads.
 """
 
@@ -22,6 +22,7 @@ def main() -> None:
     ctypes.CDLL(None).prctl(PR_SET_PDEATHSIG, signal.SIGTERM)
     if os.getppid() != int(parent):
         os._exit(1)
+    os.write(int(told), b"+")
     try:
         os.execvp(argv[0], argv)
     except OSError as error:

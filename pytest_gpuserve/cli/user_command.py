@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import errno
 import os
 import shlex
 import shutil
@@ -68,8 +69,10 @@ def start(
         finally:
             os.close(write)
         try:
-            if number := told.read():
-                raise OSError(int(number), os.strerror(int(number)))
+            said = told.read()
+            if said != b"+":
+                number = int(said[1:] or errno.ECANCELED)
+                raise OSError(number, os.strerror(number) if said else f"{_TIED} did not run it")
         except BaseException:
             end_group(child)
             raise
