@@ -17,15 +17,23 @@ from typing import Any
 from urllib.parse import quote
 
 from . import sensitive
+from .values import secret_values, value_end
 
 _MOST_PLACEHOLDERS = 1 << 16
 
-_OPENING = re.compile(r"[bru]?(\\*[\"'])")
-_FIELD = re.compile(
-    rf"(?<![\w-])(?=[\w-])(?P<key>-{{0,2}}(?=[\w.-]{{0,64}}(?i:{sensitive.SECRET_NAME_HINT}))[A-Za-z_][\w.-]{{0,64}})"
-    r"(?P<separator>\\*[\"']?\s*(?:=>|:=|[:=])\s*|\\*[\"']\s*,\s*|\s+(?:\\\s+)?)"
+_ENCODED = re.compile(r"%(?:3[AaDd]|22)")
+_PROSE = re.compile(
+    r"(?i)(?P<name>(?<![\w-])(?:"
+    r"(?:password|passwd|passphrase|pwd|(?:api|access|secret)[ _-]?key)(?:[ \t]+is)?:?[ \t]+(?![/~.$])"
+    r"|(?:wandb|huggingface-cli|hf[ ]auth)[ ]login(?:[ ]--?[\w-]+(?:=\S+)?){0,5}[ ]"
+    r")[\"']?)(?P<value>(?=[^\s\"'<>\d]{0,64}\d)(?=[^\s\"'<>A-Za-z]{0,64}[A-Za-z])[^\s\"'<>,;]{4,127}[^\s\"'<>,;.:)])"
 )
-_SCHEME = re.compile(r"(?i)(?:bearer|basic|digest|token|apikey|negotiate)\s+")
+_NODE_LINE = re.compile(r"(?m)^[^\n]*(?:NCCL|socket)[^\n]*")
+_NODE = re.compile(
+    r"(?<![\w.<-])[A-Za-z0-9][\w.-]{2,253}(?=:\d+:\d+ \[-?\d+\] (?:\S{1,80} )?NCCL )"
+    r"|(?<=[\s,\[])[A-Za-z][\w.-]{2,253}(?=<\d{3,5}>)|(?<=\[)[A-Za-z][\w.-]{2,253}(?=\]:\d{2,5}\b)"
+)
+"""Other nodes of a run: before NCCL's own lines, and as the peers of its connections and of c10d's."""
 _BEARER = re.compile(r"(?i)\b(?P<scheme>bearer|basic)\s+(?P<value>[A-Za-z0-9._~+/-]{8,}=*)")
 _COOKIE = re.compile(r"(?i)(?P<name>\b(?:set-)?cookie\\*[\"']?\s*[:=]\s*\\*[\"']?)(?P<value>[^\n\r\"'\\]{4,})")
 _CURL_LOGIN = re.compile(r"(?P<flag>(?<!\S)(?:-u|--user)[ =])(?P<value>[^\s:]+:\S+)")
@@ -57,10 +65,6 @@ _INNER_HOST = re.compile(
 )
 _HOME = re.compile(r"(?<![\w.-])(?:/[\w.-]+){0,3}/(?:home|Users)/[^/\s\"':,;)\]}]+|(?<![\w.-])/root(?![\w.-])")
 _BREAK = r"(?:\\?\r?\n[ \t]*|\r[ \t]*)"
-_LIST_MARK = re.compile(r"\\*[\"']|[\[\](){}]|\n")
-_LIST_GOES_ON = re.compile(
-    r"\s*(?!\[\d{4}-\d\d-)(?:[\d\[\]{}\"'.,+-]|tensor|array|true|false|null|none|nan|inf)", re.IGNORECASE
-)
 _NAME_AT_END = re.compile(r"(?:^|[\s\"'({\[,])(?P<key>-{0,2}[A-Za-z_][\w.-]{2,64})\\*[\"']?\s*(?P<sign>[:=,]?)\s*\\?$")
 _OPEN_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?!.*-----END)", re.DOTALL)
 
@@ -90,7 +94,10 @@ class Redactor:
     @classmethod
     def of(cls, *environments: Mapping[str, str], argv: Iterable[str] = ()) -> Redactor:
         """One that knows the secrets of these environments and of a command line."""
-        return cls(sensitive.known_secrets(environments, argv))
+        argv = tuple(argv)
+        texts = [*argv, *(value for environment in environments for value in environment.values())]
+        inside = {text[begin:end] for text in texts for begin, end in secret_values(text)}  # JSON, NAME=VALUE, headers
+        return cls(sensitive.known_secrets(environments, argv) | set(filter(sensitive.is_telling, inside)))
 
     def redact(self, text: str) -> str:
         """``text`` with placeholders; redacting twice changes nothing more."""
@@ -100,6 +107,9 @@ class Redactor:
         text = _COOKIE.sub(lambda m: m["name"] + self._secret(m["value"]), text)
         text = _CURL_LOGIN.sub(lambda m: m["flag"] + self._secret(m["value"]), text)
         text = self._fields(text)
+        if _ENCODED.search(text):
+            text = re.sub(r"[^\s\"']+", self._encoded, text)
+        text = _PROSE.sub(lambda m: m["name"] + self._secret(m["value"]), text)
         text = _BEARER.sub(self._bearer, text)
         text = sensitive.TOKEN_SHAPES.sub(lambda m: self._place("secret", m[0]), text)
         text = _URL.sub(self._url, text)
@@ -108,6 +118,7 @@ class Redactor:
         text = _IPV4.sub(self._address, text)
         text = _IPV6.sub(self._address, text)
         text = _HOST_FIELD.sub(lambda m: m["key"] + (m["open"] or "") + self._host(m["host"]), text)
+        text = _NODE_LINE.sub(lambda m: _NODE.sub(self._node, m[0]), text)
         text = _INNER_HOST.sub(lambda m: self._host(m[0]), text)
         if self._hosts:
             text = self._hosts.sub(lambda m: self._host(m[0]), text)
@@ -130,7 +141,7 @@ class Redactor:
     def value(self, value: Any, name: str = "") -> Any:
         """A JSON value with every string in it redacted; what stands under a secret's name is replaced whole."""
         if isinstance(value, str):
-            return self._secret(value) if name and sensitive.is_secret_name(name) else self._short(value)
+            return self._secret(value) if name and sensitive.is_secret(name, value) else self._short(value)
         if isinstance(value, Mapping):
             return {self._short(str(k)): self.value(v, str(k)) for k, v in value.items()}
         if isinstance(value, (list, tuple)):  # of a command line, the word after --api-key is the secret
@@ -160,7 +171,7 @@ class Redactor:
         if named and (named["sign"] or named["key"].startswith("-")) and sensitive.is_secret_name(named["key"]):
             return True
         return bool(_OPEN_PRIVATE_KEY.search(text)) or any(
-            _value_end(text, found.end()) is None for found in _PROMPT.finditer(text)
+            value_end(text, found.end()) is None for found in _PROMPT.finditer(text)
         )
 
     def _place(self, kind: str, value: str) -> str:
@@ -192,7 +203,7 @@ class Redactor:
         parts: list[str] = []
         done = 0
         while found := _PROMPT.search(text, done):
-            end = _value_end(text, found.end())
+            end = value_end(text, found.end())
             end = len(text) if end is None else end
             value = text[found.end() : end]
             if value.strip("bru'\"\\[]() \n"):
@@ -205,14 +216,25 @@ class Redactor:
 
     def _fields(self, text: str) -> str:
         parts: list[str] = []
-        done = position = 0
-        while found := _FIELD.search(text, position):
-            position = found.end()
-            if span := _secret_span(text, found):
-                begin, end = span
-                parts += (text[done:begin], self._secret(text[begin:end]))
-                done = position = max(end, position)
+        done = 0
+        for begin, end in secret_values(text):
+            parts += (text[done:begin], self._secret(text[begin:end]))
+            done = end
         return "".join(parts) + text[done:]
+
+    def _encoded(self, found: re.Match[str]) -> str:
+        """A word of a URL: ``token%3DVALUE`` is looked at as ``token=VALUE``."""
+        if not _ENCODED.search(found[0]):
+            return found[0]
+        pieces = re.findall(r"%[0-9A-Fa-f]{2}|.", found[0])
+        plain = "".join(chr(int(piece[1:], 16)) if len(piece) == 3 else piece for piece in pieces)
+        for begin, end in reversed(list(secret_values(plain))):
+            if not sensitive.is_harmless_value(plain[begin:end]):
+                pieces[begin:end] = [self._place("secret", plain[begin:end])]
+        return "".join(pieces)
+
+    def _node(self, found: re.Match[str]) -> str:
+        return found[0] if found[0].lower() in sensitive.COMMON_HOST_NAMES else self._host(found[0])
 
     def _bearer(self, found: re.Match[str]) -> str:
         prose = len(found["value"]) < 24 and not re.search(r"[\d=]", found["value"])
@@ -256,70 +278,3 @@ def own_names() -> set[str]:
 def _forms(value: str) -> set[str]:
     """A secret as it may stand in a URL, in JSON, in a repr."""
     return {value, quote(value, safe=""), json.dumps(value)[1:-1], value.replace("/", "\\/"), repr(value)[1:-1]}
-
-
-def _secret_span(text: str, found: re.Match[str]) -> tuple[int, int] | None:
-    """Where the secret stands whose name may have been ``found``; None when it is no secret."""
-    key, separator, begin = found["key"], found["separator"], found.end()
-    flag = key.startswith("-")
-    before = text[found.start() - 1 : found.start()]
-    if not (sensitive.is_secret_name(key) or (before in ("?", "&") and re.search(r"(?i)sig(nature)?$", key))):
-        return None
-    opening = _OPENING.match(text, begin)
-    if opening:
-        begin = opening.end()
-        end = _string_end(text, begin, opening[1])
-        end -= len(opening[1]) if text.endswith(opening[1], begin, end) else 0
-    elif text.startswith(("[", "("), begin) and separator.strip():
-        return begin, _value_end(text, begin) or len(text)
-    else:
-        if not separator.strip("\\ \t\r\n") and (not flag or text.startswith("-", begin)):
-            return None  # prose; or a switch, and the next option
-        if "," in separator:
-            return None  # an element of a list that is no option
-        scheme = _SCHEME.match(text, begin)
-        bare = re.compile(r"[^\s\"'&;]+").match(text, scheme.end() if scheme else begin)
-        if not bare or ("=" in separator and separator[-1].isspace() and re.match(r"[\w.-]+=", bare[0])):
-            return None  # no value: the next name follows
-        begin, end = bare.span()
-        end -= len(bare[0]) - len(bare[0].rstrip(",)]}"))
-        return begin, end
-    if scheme := _SCHEME.match(text, begin, end):
-        begin = scheme.end()
-    return begin, end
-
-
-def _value_end(text: str, start: int) -> int | None:
-    """Where the quoted string or the bracket that begins at ``start`` ends; None when it does not end here.
-
-    A string ends with its line; a list goes on over lines that look like list.
-    """
-    if opening := _OPENING.match(text, start):
-        return _string_end(text, opening.end(), opening[1])
-    depth, position = 0, start
-    while found := _LIST_MARK.search(text, position):
-        position = found.end()
-        mark = found[0]
-        if mark == "\n":
-            if text[position:].strip() and not _LIST_GOES_ON.match(text, position):
-                return found.start()
-        elif mark in "[({":
-            depth += 1
-        elif mark in "])}":
-            depth -= 1
-            if depth <= 0:
-                return position
-        else:
-            position = _string_end(text, position, mark)
-    return None
-
-
-def _string_end(text: str, position: int, mark: str) -> int:
-    """After the closing ``mark``, or at the end of the line. Inside JSON inside JSON, ``\\"`` closes what it opened."""
-    line_end = text.find("\n", position)
-    line_end = len(text) if line_end < 0 else line_end
-    for found in re.compile(r"(\\*)" + mark[-1]).finditer(text, position, line_end):
-        slashes, level = len(found[1]), len(mark) - 1
-        if slashes == level or (not level and slashes % 2 == 0):
-            return found.end()
-    return line_end

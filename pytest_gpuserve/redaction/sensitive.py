@@ -97,7 +97,14 @@ def is_secret_name(name: str) -> bool:
         return before in ("api", "access", "secret", "private", "auth")
     if words[-1] == "pwd":
         return bool(before)
+    if words[-1] == "signature":
+        return before in ("amz", "goog")
     return words[-1] in _SECRET_WORDS or bool(_SECRET_WORDS - {"auth", "token", "bearer"} & set(words))
+
+
+def is_secret(name: str, value: str) -> bool:
+    """True where the name alone does not tell: ``PWD=/a/directory``, ``pwd=a-password``."""
+    return is_secret_name(name) or (words_of(name) == ["pwd"] and not value.startswith(("/", "~", "$", ".", "\\")))
 
 
 _HARMLESS = re.compile(
@@ -108,6 +115,12 @@ _HARMLESS = re.compile(
 def is_harmless_value(value: str) -> bool:
     """True for values that are none: switches, small numbers, masks, our own placeholders."""
     return _HARMLESS.fullmatch(value) is not None
+
+
+def is_telling(value: str) -> bool:
+    """True for a value that may be taken out wherever it occurs, though nobody said that it is to be a credential:
+    plain words would stain everything."""
+    return len(value) >= 6 and not is_harmless_value(value) and not re.fullmatch(r"[a-z]+|[A-Z][a-z]*|[A-Z]+", value)
 
 
 def known_secrets(environments: Iterable[Mapping[str, str]], argv: Iterable[str] = ()) -> set[str]:

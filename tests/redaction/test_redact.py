@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import re
 import time
+from urllib.parse import quote
 
 import pytest
 from hypothesis import given, settings
@@ -49,6 +50,17 @@ NAMED = [
     f"wandb_api_key => {KEY}",
     f"api_keys=['{KEY}', 'other']",
     f"config.auth_token = {KEY}",
+    f"login with password {KEY} now",
+    f"the password is {KEY}.",
+    f"API key: {KEY}, they say",
+    f"pwd={KEY}",
+    f'{{"pwd": "{KEY}"}}',
+    f"redirected to /login%3Ftoken%3D{KEY}%26next%3D1",
+    f"GET /v1?config=%7B%22api_key%22%3A%22{quote(KEY)}%22%7D",
+    f"X-Amz-Signature={KEY}",
+    f"x-goog-signature: {KEY}",
+    f"wandb login {KEY}",
+    f"$ wandb login --relogin --host=x {KEY}",
 ]
 SHAPED = [
     "hf_AbCdEfGhIjKlMnOpQrStUvWxYz012345",
@@ -116,6 +128,17 @@ def test_known_secrets_come_from_environments_and_command_lines():
 
 
 @pytest.mark.parametrize(
+    "word",
+    ['{"x": {"api_key": "zyx1wvut"}}', "--config={'password': 'zyx1wvut'}", "HF_TOKEN=zyx1wvut", "X-Api-Key: zyx1wvut"],
+)
+def test_a_secret_inside_a_word_of_the_command_line_is_known_as_well(word):
+    for known in (Redactor.of(argv=["env", word]), Redactor.of({"ARGS": word})):
+        assert known.redact("it is zyx1wvut") == "it is <secret-1>"
+    plain = Redactor.of(argv=[word.replace("zyx1wvut", "default")])
+    assert plain.redact("the default model") == "the default model", "a plain word would stain everything"
+
+
+@pytest.mark.parametrize(
     "text",
     [
         "max_tokens=16, prompt_tokens: 5, tokens/s: 81.2, #cached-token: 0, token usage: 0.01, eos_token='</s>'",
@@ -133,6 +156,12 @@ def test_known_secrets_come_from_environments_and_command_lines():
         "--host 0.0.0.0 --port 30000 --dist-init-addr 127.0.0.1:5000 host='127.0.0.1' addr=0x7f00aa",
         "/models/home-made/x /srv/data/root/y /rootless /usr/lib/python3.12/threading.py",
         "text ended; content-length: 12; prompt: None, text='' input_ids=[] messages=[]",
+        "max_tokens 4 tokens=128 password_file=/etc/x1y2 --password-file x1y2z3 password_file x1y2z3 token usage: 0.00",
+        "password authentication v2 failed (3 of 5), wrong password at 10:22:31, no password for node7, password: ****",
+        "PWD=/srv/x9y8z7 pwd: ~/a1b2c3 pwd=$HOME1 signature=3a4b5c node-3 login at 10:22:31 wandb login again",
+        "GET /metrics?match%5B%5D=up%3D1&max_tokens%3D16 50%3D 100%",
+        "[rank0]:[E1120 ProcessGroupNCCL.cpp:632] [Rank 0] NCCL version 2.27.3+cuda12.9 socket [TP0]: x<1024>",
+        "localhost:2093:2210 [0] NCCL INFO Channel 00/0 : 0[0] -> 1[1] via SHM/direct/direct comm 0x55 rank 0",
         "basic usage of the bearer authentication; the secret is out; key: value; author=someone",
     ],
 )
@@ -155,6 +184,10 @@ def test_evidence_stays(text):
         ("ip-10-0-3-17.ec2.internal says", "<host-1> says"),
         ("node-7.cluster.local", "<host-1>"),
         ("host='gpu12' --host gpu12 MASTER_ADDR=gpu12", "host='<host-1>' --host <host-1> MASTER_ADDR=<host-1>"),
+        ("gpu-b7:2093:2210 [1] NCCL INFO x", "<host-1>:2093:2210 [1] NCCL INFO x"),
+        ("(TP1) gpu_b7:20:21 [-1] misc/socket.cc:50 NCCL W", "(TP1) <host-1>:20:21 [-1] misc/socket.cc:50 NCCL W"),
+        ("NCCL WARN Connect to gpu-b7<41235> failed", "NCCL WARN Connect to <host-1><41235> failed"),
+        ("The client socket cannot reach [gpu-b7]:29500", "The client socket cannot reach [<host-1>]:29500"),
         ("from alice.smith@example.org to", "from <address-1> to"),
     ],
 )  # fmt: skip
@@ -341,6 +374,12 @@ HOSTILE += [
     "\\'" * 20_000,
     "password=" * 7000,
     "a:b:" * 16_000,
+    "%3D" * 20_000,
+    "password%3Da1" * 5000,
+    "password a1" * 6000,
+    "NCCL socket [a" * 5000,
+    "NCCL " + "a" * 50_000,
+    "wandb login --a " * 4000,
     "-----BEGIN PRIVATE KEY-----" * 2000,
 ]
 
