@@ -113,6 +113,18 @@ def _place(text: str, source: Source) -> str:
     return text
 
 
+def _check_place(path: Path, config: pytest.Config) -> None:
+    """A place that somebody named for this session: told now, not when the first server has failed."""
+    from ..report.files import unusable
+
+    if why := unusable(path):
+        source = next(option for option in OPTIONS if option.name == "artifacts").text(config)[1]
+        raise pytest.UsageError(
+            f"{source}: no incident can be written to {path}: {why}. Name another directory, or say off to have no "
+            f"artifacts."
+        )
+
+
 def _choice(*allowed: str) -> Callable[[str, Source], str]:
     def parse(text: str, source: Source) -> str:
         if text not in allowed:
@@ -337,6 +349,9 @@ def read_settings(config: pytest.Config) -> Settings:
     where = values["gpuserve_artifacts"]
     base = config.invocation_params.dir if "--gpuserve-artifacts" in chosen else config.rootpath
     override = assignments(config.getoption("gpuserve_set", None) or (), "--gpuserve-set")
+    artifacts = None if where == "off" else base / Path(where).expanduser()
+    if artifacts is not None and "--gpuserve-artifacts" in chosen and values["gpuserve"] == "run":
+        _check_place(artifacts, config)
     defaults = assignments(config.getini("gpuserve_defaults"), "gpuserve_defaults")
     for key in ("engine", "model", "tp", "server"):
         if config.getini(f"gpuserve_{key}") not in (None, ""):
@@ -351,7 +366,7 @@ def read_settings(config: pytest.Config) -> Settings:
         startup_timeout=values["gpuserve_startup_timeout"],
         grace=values["gpuserve_grace"],
         dump_timeout=values["gpuserve_dump_timeout"],
-        artifacts=None if where == "off" else (base / Path(where).expanduser()),
+        artifacts=artifacts,
         session_deadline=monotonic(values["gpuserve_session_deadline"]),
         stall_timeout=values["gpuserve_stall_timeout"],
         log_limit=values["gpuserve_log_limit"] << 20,

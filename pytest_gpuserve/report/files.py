@@ -229,6 +229,20 @@ def make_artifacts(path: Path) -> None:
         Store(path, None, 0o644).write(MARKER, "gpuserve\n")
 
 
+def unusable(path: Path) -> str:
+    """Why no incident could be written below ``path``, which need not exist; empty: nothing is known against it.
+
+    Nothing is made to find out."""
+    there = next((place for place in (path, *path.parents) if os.path.lexists(place)), path)
+    if there.is_symlink() and not there.exists():
+        return f"{there} is a link to nothing"
+    if not there.is_dir():
+        return f"{there} is no directory"
+    if not os.access(there, os.W_OK | os.X_OK):
+        return f"{there} cannot be written by this user"
+    return ""
+
+
 def incident_name(spec_id: str, reason: str, now: float | None = None) -> str:
     """``20261129T184503-sglang-tp8-eagle3-test_timeout``."""
     stamp = time.strftime("%Y%m%dT%H%M%S", time.localtime(now))

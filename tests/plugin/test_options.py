@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from datetime import datetime, timedelta
 
 import pytest
@@ -57,6 +58,31 @@ def test_artifacts_are_relative_to_who_named_them(project, settings):
     result = project.here("--gpuserve-artifacts=")
     assert result.ret == pytest.ExitCode.USAGE_ERROR
     result.stderr.fnmatch_lines(["*--gpuserve-artifacts: it names no directory.*off*"])
+
+
+@pytest.mark.parametrize(
+    ("place", "why"),
+    [("file", "is no directory"), ("file/x/y", "/file is no directory"), ("link/x", "/link is a link to nothing")],
+)
+def test_artifacts_that_cannot_be_are_refused_at_once_and_nothing_is_made(project, settings, monkeypatch, place, why):
+    (project.path / "file").write_text("theirs")
+    (project.path / "link").symlink_to("nowhere")
+    assert settings(f"--gpuserve-artifacts={place}", "--gpuserve=plan"), "which writes nothing"
+    refused = project.here(f"--gpuserve-artifacts={place}")
+    monkeypatch.setenv("GPUSERVE_ARTIFACTS", place)
+    for source, result in (("--gpuserve-artifacts", refused), ("GPUSERVE_ARTIFACTS", project.here())):
+        assert result.ret == pytest.ExitCode.USAGE_ERROR
+        result.stderr.fnmatch_lines([f"*{source}: no incident can be written to *{place}: *{why}. Name another*off*"])
+    assert settings("--gpuserve-artifacts=not/there/yet")
+    assert not (project.path / "not").exists()
+    assert not (project.path / "nowhere").exists()
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may write anywhere")
+def test_artifacts_where_this_user_may_not_write(project):
+    (project.path / "theirs").mkdir(mode=0o500)
+    result = project.here("--gpuserve-artifacts=theirs/x")
+    result.stderr.fnmatch_lines(["*theirs/x: *theirs cannot be written by this user. Name*"])
 
 
 def test_defaults_of_the_configuration_file(project, settings):
