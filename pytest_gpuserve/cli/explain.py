@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import shutil
 import sys
 from collections import defaultdict
@@ -61,6 +62,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 def run(arguments: argparse.Namespace) -> int:
     """Read what was named: incidents, stack dumps, logs."""
+    if gone := next((name for name in arguments.files if name != "-" and not os.path.lexists(name)), None):
+        raise GpuserveError(f"{one_line(gone)}: there is no such file.")
     paths = [written_by_dump(Path(name)) for name in arguments.files]
     arguments.files = [name if name == "-" else str(path) for name, path in zip(arguments.files, paths, strict=True)]
     bundles = [path for path in paths if path.is_dir() or is_zip(path)]
@@ -72,7 +75,10 @@ def run(arguments: argparse.Namespace) -> int:
 
         return explain_bundles(bundles, arguments)
     if wanted:
-        raise GpuserveError(f"{wanted[0]} is for incidents: name the directory or zip of one.")
+        raise GpuserveError(
+            f"{wanted[0]} is for incidents, and {one_line(arguments.files[0])} is neither a directory nor a zip. Name "
+            f"the directory or zip of one, or leave {wanted[0]} out."
+        )
     from .explain_dumps import dumps_of
     from .explain_dumps import run as explain_dumps
 

@@ -36,6 +36,8 @@ def run(paths: Sequence[Path], arguments: argparse.Namespace) -> int:
             f"{holder} {len(found)} incidents. Name one of them: "
             f"{', '.join(one_line(bundle.name, 80) for _, bundle in found[:5])}."
         )
+    if arguments.issue or arguments.render or arguments.html:
+        _needs_its_verdict(found[0][1])
     checks = [check(bundle) for _, bundle in found]
     if arguments.json:
         print(json.dumps([_json(bundle, seen) for (_, bundle), seen in zip(found, checks, strict=True)], indent=1))
@@ -59,6 +61,14 @@ def run(paths: Sequence[Path], arguments: argparse.Namespace) -> int:
     if writes or arguments.issue:
         return 1 if left else 0
     return max(EXIT_CODES.get(str(bundle.json("incident.json").get("verdict", "undecided")), 1) for _, bundle in found)
+
+
+def _needs_its_verdict(bundle: Bundle) -> None:
+    if not bundle.json("incident.json"):
+        raise GpuserveError(
+            f"{one_line(bundle.name)} has no incident.json that can be read, so there is nothing to write. "
+            f"--check says what is wrong with it."
+        )
 
 
 def _show(bundle: Bundle, seen: Check) -> None:
@@ -106,11 +116,6 @@ def _render(bundle: Bundle, directory: Path) -> None:
         raise GpuserveError(
             f"{one_line(str(directory))} is an incident's own directory: what was written then is evidence, and is not "
             f"replaced. Choose another directory with --render."
-        )
-    if not bundle.json("incident.json"):
-        raise GpuserveError(
-            f"{one_line(bundle.name)} has no incident.json that can be read, so there is nothing to write. "
-            f"--check says what is wrong with it."
         )
     try:
         directory.mkdir(parents=True, exist_ok=True)

@@ -140,7 +140,9 @@ def _unreadable(name: str, data: bytes) -> str | None:
         if name.endswith(".json"):
             if len(data) > MOST_JSON:
                 return f"larger than {MOST_JSON >> 20} MiB: not looked at"
-            foreign_json(data)
+            found = foreign_json(data)
+            if name in (NAME, "incident.json") and not isinstance(found, dict):
+                return "it is JSON, but not what pytest-gpuserve writes there"
         elif name.endswith(".jsonl"):
             for line in io.BytesIO(data):
                 if not line.endswith(b"\n"):

@@ -241,15 +241,20 @@ def open_bundles(path: Path) -> list[Bundle]:
     inner = [f for f in folders if f and (f in whole or not any(o != f and o.startswith(f"{f}/") for o in folders))]
     if not inner:
         raise BundleError(
-            f"{one_line(str(path))} holds no incident: there is neither {' nor '.join(SIGNS[:2])} in it. Give the "
-            f"directory of one incident, the directory of all, or a zip of either."
+            f"{one_line(str(path))} holds no incident: there is no incident.json in it, and no {NAME} of "
+            f"pytest-gpuserve's. Give the directory of one incident, the directory of all, or a zip of either."
         )
     return [Bundle(folder.rpartition("/")[2], Below(files, f"{folder}/")) for folder in inner]
 
 
 def _is_bundle(files: Files, folder: str) -> bool:
+    """Others have a ``bundle.json`` as well; ours begins with its schema, which is there in a torn one, too."""
     prefix = f"{folder}/" if folder else ""
-    return any(prefix + sign in files.names for sign in SIGNS[:2])
+    if f"{prefix}incident.json" in files.names:
+        return True
+    with suppress(OSError):
+        return b'"schema": "gpuserve.' in files.read(prefix + NAME, 256)
+    return False
 
 
 def unsafe_name(name: str) -> str | None:

@@ -245,6 +245,9 @@ def test_several_logs_of_one_server(tmp_path, capsys):
     ("make", "options", "says"),
     [
         (None, [], "there is no such file"),
+        (None, ["--check"], "there is no such file"),
+        (None, ["--zip", "x.zip"], "there is no such file"),
+        ("file", ["--check"], "thing is neither a directory nor a zip. Name"),
         ("directory", [], "holds no incident"),
         ("file", ["--engine", "nosuch\x1b[2J"], "--engine takes one of"),
     ],

@@ -353,6 +353,32 @@ def test_what_cannot_be_read_is_not_rendered(tmp_path: Path, capsys: pytest.Capt
     assert explained(path, "--render", tmp_path / "new") == 2
     assert "nothing to write" in capsys.readouterr().err
     assert not (tmp_path / "new").exists()
+    for options in (["--issue"], ["--html", tmp_path / "new"]):
+        assert explained(path, *options) == 2
+        said = capsys.readouterr()
+        assert (said.out, "nothing to write" in said.err) == ("", True)
+        assert not (tmp_path / "new").exists()
+
+
+@pytest.mark.parametrize("content", ["[]", "{}", '{"name": "x", "files": []}', "{"])
+def test_a_bundle_json_of_somebody_else_makes_no_incident(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], content: str
+) -> None:
+    (tmp_path / "bundle.json").write_text(content)
+    assert explained(tmp_path, "--check") == 2
+    assert "no bundle.json of pytest-gpuserve's. Give the directory" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(("content", "why"), [("[]", "it is JSON, but not what pytest-gpuserve"), ("{", "no JSON: ")])
+@pytest.mark.parametrize("file", ["bundle.json", "incident.json"])
+def test_a_file_that_holds_something_else_is_torn(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], file: str, content: str, why: str
+) -> None:
+    path = make(tmp_path)
+    (path / file).write_text(content)
+    (path / "bundle.json").write_text("{}" if file == "incident.json" else content)
+    assert explained(path, "--check") == 1
+    assert f"torn: {file}: {why}" in capsys.readouterr().out
 
 
 def test_two_that_are_named_are_not_one_that_holds_two(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
