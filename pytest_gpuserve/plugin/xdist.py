@@ -66,13 +66,15 @@ class Controller:
     @pytest.hookimpl(optionalhook=True, trylast=True)
     def pytest_handlecrashitem(self, crashitem: str, report: pytest.TestReport) -> None:
         """A worker died in a test (pytest-timeout's thread method ends the process): say where the stacks are."""
+        from ..report.files import ours
+        from ..report.results_log import NAME, SCHEMA
         from ..text import escape
         from .html_report import attach
         from .session_results import open_log
 
         found = list(self._incidents(crashitem))
         artifacts = self._state.settings.artifacts
-        begun = artifacts is not None and (artifacts / "results.jsonl").exists()
+        begun = artifacts is not None and ours(artifacts, NAME, SCHEMA)
         if begun and (log := open_log(self._state)) is not None:  # the worker can tell of this test no more
             last = {name: found[-1].get(name) for name in ("verdict", "phase", "incident")} if found else {}
             log.put({"nodeid": crashitem, "outcome": "failed", "reason": str(report.longrepr)[:1000], **last})

@@ -41,8 +41,12 @@ are there when there is something to put into them."""
 INSTEAD: Final = {"log.txt": "log_head.txt"}
 """What may stand for a part."""
 
-BESIDE: Final = ("results.jsonl", "matrix.json", "isolate.json")
-"""Files of the session, in the directory above: a zip takes them along."""
+BESIDE: Final = {
+    "results.jsonl": "gpuserve.results/1",
+    "matrix.json": "gpuserve.matrix/1",
+    "isolate.json": "gpuserve.isolate/1",
+}
+"""Files of the session, in the directory above, and their schemas: a zip takes them along."""
 
 _NAME: Final = re.compile(r"\d{8}T\d{6}-[A-Za-z0-9._-]+")
 _DRAFT: Final = re.compile(r"\.\d{8}T\d{6}-[A-Za-z0-9._-]+\.\d+\.new(-\d+)?")

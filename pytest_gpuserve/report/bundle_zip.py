@@ -13,7 +13,7 @@ from typing import Final
 from .. import foreign
 from .bundle import BESIDE
 from .bundle_reader import Bundle, BundleError
-from .files import MARKER
+from .files import MARKER, ours
 
 MOST: Final = 256 << 20
 """Bytes that go into one zip; what comes after is named in the answer."""
@@ -70,6 +70,6 @@ def _members(bundle: Bundle, beside: Path | None, left: list[str]) -> Iterator[t
             yield f"{bundle.name}/{name}", data
     if beside is None:
         return
-    for name in BESIDE:
-        with suppress(OSError), foreign.opened_below(beside, name) as file:
-            yield name, file.read(MOST)
+    for path in (path for name, schema in BESIDE.items() for path in ours(beside, name, schema)):
+        with suppress(OSError), foreign.opened_below(beside, path.name) as file:
+            yield path.name, file.read(MOST)

@@ -49,6 +49,17 @@ def place_of(directory: Path, name: str, schema: str, taken: Container[Path] = (
     raise FileExistsError(errno.EEXIST, os.strerror(errno.EEXIST), str(directory / name))
 
 
+def ours(directory: Path, name: str, schema: str) -> list[Path]:
+    """The files that :func:`place_of` has given for ``name``, in their order; none of somebody else's."""
+    stem, _, suffix = name.partition(".")
+    numbered = re.compile(rf"{re.escape(stem)}(?:-(\d{{1,3}}))?\.{re.escape(suffix)}")
+    with suppress(OSError):
+        named = filter(None, map(numbered.fullmatch, os.listdir(directory)))
+        found = sorted((int(match[1] or 1), directory / match[0]) for match in named)
+        return [path for _, path in found if free_for(path, schema)]
+    return []
+
+
 def free_for(path: Path, schema: str) -> bool:
     """Nothing is there, or a file of ours of any version of ``schema``, or an empty one: it may be written.
 

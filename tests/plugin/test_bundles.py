@@ -219,7 +219,7 @@ def test_a_killed_pytest_leaves_its_results_and_says_in_which_test(project: Any)
 @pytest.mark.parametrize("what", ["file", "pipe", "link"])
 def test_results_that_cannot_be_written_cost_no_test(project, what):
     """A test that ended before the first server once made an endless loop of it."""
-    artifacts = project.path / "artifacts"
+    artifacts = project.path / "gpuserve-artifacts"
     if what == "file":
         artifacts.write_text("")
     else:
@@ -238,9 +238,29 @@ def test_results_that_cannot_be_written_cost_no_test(project, what):
             assert server.get("/health").status_code == 200
         """
     )
-    result = project.run(f"--gpuserve-artifacts={artifacts}", "-p", "no:randomly", timeout=60)
+    result = project.run("-p", "no:randomly", timeout=60)
     result.assert_outcomes(passed=2)
     told = "cannot be written" if what == "file" else "is not ours and stays as it is: see results-2.jsonl"
     assert f"results.jsonl {told}" in result.stdout.str()
     assert what == "file" or "test_served" in (artifacts / "results-2.jsonl").read_text()
     assert not (project.path / "elsewhere").exists()
+
+
+def test_a_dead_worker_is_told_where_the_results_had_to_go(project: Any) -> None:
+    artifacts = project.path / "gpuserve-artifacts"
+    artifacts.mkdir()
+    (artifacts / "results.jsonl").write_text('{"theirs": 1}\n')
+    project.write(
+        test_it="""
+        import os, pytest
+
+        @pytest.mark.gpuserve(engine="sim", tp=1)
+        def test_dies(server):
+            os._exit(1)
+        """
+    )
+    project.run("-n1", "-p", "no:randomly").assert_outcomes(failed=1)
+    lines = [json.loads(line) for line in (artifacts / "results-2.jsonl").read_text().splitlines()]
+    assert lines[-1]["outcome"] == "failed"
+    assert "crashed while running" in lines[-1]["reason"]
+    assert (artifacts / "results.jsonl").read_text() == '{"theirs": 1}\n'

@@ -165,15 +165,16 @@ def test_a_file_that_becomes_a_link_while_it_is_read(tmp_path: Path) -> None:
 
 def test_zip_and_back(tmp_path: Path) -> None:
     path = make(tmp_path)
-    (tmp_path / "results.jsonl").write_text('{"nodeid": "x"}\n')
-    (tmp_path / "matrix.json").symlink_to(tmp_path / "results.jsonl")
+    (tmp_path / "results.jsonl").write_text('{"nodeid": "theirs"}\n')
+    (tmp_path / "results-2.jsonl").write_text('{"schema": "gpuserve.results/1", "nodeid": "x"}\n')
+    (tmp_path / "matrix.json").symlink_to(tmp_path / "results-2.jsonl")
     assert write_zip(opened(path), tmp_path / "out.zip", tmp_path) == []
     found = opened(tmp_path / "out.zip")
     assert found.name == NAME
     assert check(found).whole
     with zipfile.ZipFile(tmp_path / "out.zip") as archive:
-        assert "results.jsonl" in archive.namelist()
-        assert "matrix.json" not in archive.namelist()
+        assert "results-2.jsonl" in archive.namelist()
+        assert not {"results.jsonl", "matrix.json"} & set(archive.namelist()), "what is none of ours, or a link"
         assert archive.testzip() is None
     assert not [name for name in os.listdir(tmp_path) if name.endswith(".new")]
 

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 
 from pytest_gpuserve import procfs
@@ -62,9 +63,7 @@ def test_its_own_limit_ends_it_with_what_it_has(fake, tmp_path):
     (tools / "py-spy").write_text(f"#!{sys.executable}\nimport time; time.sleep(600)")
     (tools / "py-spy").chmod(0o755)
     (tools / "python").symlink_to(sys.executable)
-    server.record = type(server.record)(
-        **{**{f: getattr(server.record, f) for f in server.record.__slots__}, "python": str(tools / "python")}
-    )
+    server.record = replace(server.record, python=str(tools / "python"))
     server.record.save()
     began = time.monotonic()
     code, line = server.incident("no_progress", limit=4)

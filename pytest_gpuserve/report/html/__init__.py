@@ -48,14 +48,16 @@ def write_page(directory: Path, out: Path | None = None, *, since: float | None 
     return write_session_page(directory, out, since=since)
 
 
-def write_incident_page(directory: Path, out: Path | None = None) -> Path:
-    """``index.html`` of one incident, in its directory unless ``out`` is given.
+def write_incident_page(directory: Path, out: Path | None = None, *, above: bool = False) -> Path:
+    """``index.html`` of one incident, in its directory unless ``out`` is given. ``above``: the session's page is about
+    to be written; else it is linked to where it is there.
 
     Raises:
         PageError: the directory is not there, or the page cannot be written.
     """
     _must_exist(directory)
-    return _put(directory, out, _incident(Folder(directory)))
+    above = out is None and (above or (directory.parent / PAGE).is_file())
+    return _put(directory, out, _incident(Folder(directory), above))
 
 
 def write_bundle_page(bundle: Bundle, out: Path) -> Path:
@@ -64,14 +66,14 @@ def write_bundle_page(bundle: Bundle, out: Path) -> Path:
     Raises:
         PageError: the page cannot be written.
     """
-    return _put(out.parent, out, _incident(Packed(bundle)))
+    return _put(out.parent, out, _incident(Packed(bundle), above=False))
 
 
-def _incident(folder: Folder) -> str:
+def _incident(folder: Folder, above: bool) -> str:
     from . import incident_view
     from .page import render
 
-    return render("incident.html", page=incident_view.view(folder))
+    return render("incident.html", page=incident_view.view(folder), above=above)
 
 
 def write_session_page(directory: Path, out: Path | None = None, *, since: float | None = None) -> Path:
@@ -112,7 +114,7 @@ def refresh(artifacts: Path, *, since: float, limit: float) -> Written:
             left += 1
             continue
         try:
-            write_incident_page(directory)
+            write_incident_page(directory, above=True)
             pages += 1
         except Exception as error:  # a picture must not cost a session its result
             problems.append(f"no page for {directory.name}: {_why(error)}")

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Final
 
@@ -11,8 +11,9 @@ from ...isolation.conclude import CellResult
 from ...isolation.grid import cell_text
 from ...phases.labels import format_ranks
 from ...vocabulary import VERDICTS
+from .. import results_log
+from ..files import ours
 from ..pages import REASONS
-from ..results_log import NAME as RESULTS_LOG
 from .reading import Folder, items, mapping, number, text, texts
 from .wording import moment, seconds
 
@@ -150,7 +151,8 @@ def view(folder: Folder, since: float | None) -> SessionView:
     ]
     places = ["isolate.json", *(f"{name}/isolate.json" for name in names[-3000:])]
     searches = [(place, found) for place in places if (found := folder.json(place))]
-    lines = _last_session(folder.lines(RESULTS_LOG))
+    logs = ours(folder.path, results_log.NAME, results_log.SCHEMA)
+    lines = _last_session([line for log in logs for line in folder.lines(log.name)])
     return SessionView(
         name=folder.path.name,
         incidents=tuple(entry for _, entry in incidents),
@@ -351,15 +353,13 @@ def _run(run: Mapping[str, Any], beside: str, folder: Folder, pages: set[str]) -
     )
 
 
-def _last_session(lines: Iterable[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
-    """Of the last session in the file, the last line of every test: a rerun's earlier attempts do not count."""
-    sessions: dict[str, dict[str, Mapping[str, Any]]] = {}
-    session = ""
-    for line in lines:
-        if nodeid := text(line.get("nodeid"), 400):
-            session = text(line.get("session"), 80)
-            sessions.setdefault(session, {})[nodeid] = line
-    return list(sessions.get(session, {}).values())
+def _last_session(lines: Sequence[Mapping[str, Any]]) -> list[Mapping[str, Any]]:
+    """Of the last session in the files, the last line of every test: a rerun's earlier attempts do not count."""
+    tests = sorted(
+        (line for line in lines if text(line.get("nodeid"))), key=lambda line: number(line.get("time")) or 0.0
+    )
+    session = text(tests[-1].get("session"), 80) if tests else ""
+    return list({text(t["nodeid"], 400): t for t in tests if text(t.get("session"), 80) == session}.values())
 
 
 def _ended(line: Mapping[str, Any]) -> str:

@@ -75,7 +75,8 @@ def test_any_session(read, matrix, found, search, results):
         directory = Path(place)
         (directory / "matrix.json").write_text(json.dumps({**matrix, "cells": found}))
         (directory / "isolate.json").write_text(json.dumps(search))
-        (directory / "results.jsonl").write_text("".join(json.dumps(line) + "\n" for line in results))
+        lines = ['{"schema": "gpuserve.results/1"}', *map(json.dumps, results)]  # the first says that it is ours
+        (directory / "results.jsonl").write_text("".join(f"{line}\n" for line in lines))
         try:
             check(read, write_session_page(directory))
         except PageError as error:

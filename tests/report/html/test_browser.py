@@ -130,7 +130,8 @@ def session(scene, tmp_path):
         {"number": n, "stage": "search", "deltas": ["eagle3"], "outcome": "fail", "verdict": "hang"} for n in (1, 2)
     ]
     (artifacts / "isolate.json").write_text(json.dumps({"command": "python -m x", "runs": runs, "result": {}}))
-    lines = [{"nodeid": f"t.py::test_{n}", "outcome": "failed", "reason": ALERT} for n in range(3)]
+    ours = {"schema": "gpuserve.results/1", "outcome": "failed", "reason": ALERT}
+    lines = [{**ours, "nodeid": f"t.py::test_{n}"} for n in range(3)]
     (artifacts / "results.jsonl").write_text("\n".join(map(json.dumps, lines)))
     return write_session_page(artifacts)
 

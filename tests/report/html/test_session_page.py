@@ -47,6 +47,9 @@ def artifacts(scene, tmp_path):
     return made
 
 
+OURS = {"schema": "gpuserve.results/1"}
+
+
 def hour(path):
     return json.loads((path / "incident.json").read_text())["time"]
 
@@ -111,11 +114,12 @@ def test_a_search_is_a_table(artifacts, read):
 
 def test_results_are_listed_failures_first(artifacts, read):
     lines = [
-        {"session": "now", "nodeid": f"t.py::test_{n}", "outcome": "failed" if n == 3 else "passed"} for n in range(5)
+        {**OURS, "session": "now", "nodeid": f"t.py::test_{n}", "outcome": "failed" if n == 3 else "passed"}
+        for n in range(5)
     ]
     begun = [{**line, "outcome": "running"} for line in lines]
-    earlier = {"session": "before", "nodeid": "t.py::test_earlier", "outcome": "failed"}
-    killed = {"session": "now", "nodeid": "t.py::test_killed", "outcome": "running"}
+    earlier = {**OURS, "session": "before", "nodeid": "t.py::test_earlier", "outcome": "failed"}
+    killed = {**OURS, "session": "now", "nodeid": "t.py::test_killed", "outcome": "running"}
     lines = [earlier, *begun, *lines, killed]
     torn = '{"nodeid": "t.py::test_torn", "outc'
     (artifacts / "results.jsonl").write_text("\n".join([*map(json.dumps, lines), torn]))
@@ -125,6 +129,25 @@ def test_results_are_listed_failures_first(artifacts, read):
     assert "test_earlier" not in page.words()
     assert "did not end t.py::test_killed" in page.words("tests")
     assert "4 passed, 1 failed, 1 did not end" in page.words()
+
+
+def test_results_that_had_to_give_way_are_read_too(artifacts, read):
+    """Where ``results.jsonl`` is somebody else's, ours are beside it; the newest session may be in either."""
+
+    def put(name, time, nodeid, **more):
+        line = {**OURS, "time": time, "session": nodeid, "nodeid": nodeid, "outcome": "failed", **more}
+        (artifacts / name).write_text(json.dumps(line) + "\n")
+
+    put("results.jsonl", 9, "theirs", schema="else/1")
+    put("results-2.jsonl", 1, "second")
+    assert "failed second" in read(write_session_page(artifacts)).words("tests")
+    put("results-11.jsonl", 2, "eleventh")
+    put("results.jsonl", 3, "first")
+    said = read(write_session_page(artifacts)).words("tests")
+    assert "failed first" in said
+    assert not {"second", "eleventh"} & set(said.split())
+    put("results-2.jsonl", 4, "second")
+    assert "failed second" in read(write_session_page(artifacts)).words("tests")
 
 
 def test_hostile_names_and_values(artifacts, read):
@@ -140,7 +163,8 @@ def test_hostile_names_and_values(artifacts, read):
     write_incident_page(artifacts / "javascript:alert(1)")
     search = {"command": HOSTILE, "runs": [{"number": HOSTILE, "deltas": [HOSTILE], "outcome": HOSTILE}], "result": []}
     (artifacts / "isolate.json").write_text(json.dumps(search))
-    (artifacts / "results.jsonl").write_text(json.dumps({"nodeid": HOSTILE, "outcome": HOSTILE, "incident": HOSTILE}))
+    line = {**OURS, "nodeid": HOSTILE, "outcome": HOSTILE, "incident": HOSTILE}
+    (artifacts / "results.jsonl").write_text(json.dumps(line))
     page = read(write_session_page(artifacts))
     page.assert_harmless()
     assert "javascript%3Aalert%281%29/index.html" in {a["href"] for a in page.all("a")}
@@ -156,6 +180,7 @@ def test_pages_that_are_missing_are_written_the_newest_first(artifacts, read):
     assert (second.page, second.pages, second.left) == (artifacts / "index.html", 2, 0)
     links = [a["href"] for a in read(second.page).all("a") if a["href"].endswith("budget/index.html")]
     assert links
+    assert "all incidents" in read(new / "index.html").words()
     stamp = (old / "index.html").stat().st_mtime_ns
     assert refresh(artifacts, since=0, limit=60).pages == 0
     assert (old / "index.html").stat().st_mtime_ns == stamp
@@ -176,7 +201,7 @@ def test_what_goes_wrong_is_told_and_costs_nothing_else(artifacts):
 
 
 def test_tests_that_pass_are_no_news(tmp_path):
-    (tmp_path / "results.jsonl").write_text('{"nodeid": "t.py::test_it", "outcome": "passed"}\n')
+    (tmp_path / "results.jsonl").write_text(json.dumps({**OURS, "nodeid": "t.py::test_it", "outcome": "passed"}))
     assert refresh(tmp_path, since=0, limit=60).page is None
     assert "test_it" in write_page(tmp_path).read_text()  # who asks gets it
 
