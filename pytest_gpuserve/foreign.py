@@ -21,6 +21,11 @@ _FOLDER = os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC
 
 
 def opened(path: str | Path, *, folder: int | None = None, follow: bool = True) -> BufferedReader:
+    """A regular file, open for reading: :func:`descriptor`'s, as a file."""
+    return open(descriptor(path, folder=folder, follow=follow), "rb")
+
+
+def descriptor(path: str | Path, *, folder: int | None = None, follow: bool = True) -> int:
     """A regular file, open for reading; pipes, sockets, devices and terminals are none. Never waits for anybody.
 
     Args:
@@ -31,17 +36,17 @@ def opened(path: str | Path, *, folder: int | None = None, follow: bool = True) 
         OSError: there is none, it cannot be read, or it is no regular file.
     """
     try:
-        descriptor = os.open(path, _READ | (0 if follow else os.O_NOFOLLOW), dir_fd=folder)
+        found = os.open(path, _READ | (0 if follow else os.O_NOFOLLOW), dir_fd=folder)
     except ValueError as error:  # a NUL in its name
         raise FileNotFoundError(errno.ENOENT, str(error)) from None
     except OSError as error:
         if error.errno == errno.ENXIO:  # what a socket answers
             raise _no_file(path) from None
         raise
-    mode = os.fstat(descriptor).st_mode
+    mode = os.fstat(found).st_mode
     if stat.S_ISREG(mode):
-        return open(descriptor, "rb")
-    os.close(descriptor)
+        return found
+    os.close(found)
     raise IsADirectoryError(errno.EISDIR, "it is a directory", str(path)) if stat.S_ISDIR(mode) else _no_file(path)
 
 

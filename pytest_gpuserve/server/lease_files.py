@@ -1,7 +1,8 @@
 """The lease directory: files whose kernel lock (flock) is the truth, so that a death frees everything.
 
 ``/tmp/gpuserve-leases`` (or ``$GPUSERVE_LEASES``), sticky and shared by all users of the machine; containers that do
-not share it do not share leases. Files are 0644, opened without following links; one whose lock nobody holds is dead.
+not share it do not share leases. Files are 0644; one whose lock nobody holds is dead. Anybody may put anything there:
+what is no regular file is not opened (a FIFO would make us wait), and told (:func:`strange`).
 
     mutex                       held for a moment while somebody decides
     device-<name>               locked by whoever holds that GPU
@@ -13,7 +14,9 @@ not share it do not share leases. Files are 0644, opened without following links
 from __future__ import annotations
 
 import contextlib
+import errno
 import fcntl
+import itertools
 import json
 import os
 import secrets
@@ -24,7 +27,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import procfs
+from .. import foreign, procfs
 from ..errors import GpuserveError
 from .lease_policy import Device
 
@@ -35,7 +38,7 @@ DEFAULT = "/tmp/gpuserve-leases"
 STALE = 60.0
 """Seconds without a sign of life after which a live process's ticket no longer holds others up (it is stopped)."""
 
-_FLAGS = os.O_RDONLY | os.O_NOFOLLOW | os.O_CLOEXEC
+_KINDS = ("device-", "ticket-", "lease-", "quarantine-")
 
 
 class LeaseError(GpuserveError):
@@ -57,23 +60,31 @@ def directory() -> Path:
         LeaseError: it cannot be made, is a link or a file, or others could exchange files in it.
     """
     path = Path(os.environ.get(VARIABLE) or DEFAULT)
-    advice = f"Remove it, or set ${VARIABLE} to a directory that every user of the GPUs can write."
+    advice = f"or set ${VARIABLE} to a directory that every user of the GPUs can write."
     try:
         path.mkdir(mode=0o700, parents=bool(os.environ.get(VARIABLE)))
         path.chmod(0o1777)
     except FileExistsError:
         pass
     except OSError as error:
-        raise LeaseError(f"The directory of GPU leases cannot be made: {error}. {advice}", "directory") from None
+        raise LeaseError(
+            f"The directory of GPU leases cannot be made: {error}. Have it made with mode 1777, {advice}", "directory"
+        ) from None
     found = path.lstat()
     if not stat.S_ISDIR(found.st_mode):
-        raise LeaseError(f"{path} should be the directory of GPU leases but is a link or a file. {advice}", "directory")
+        raise LeaseError(
+            f"{path} should be the directory of GPU leases but is a link or a file. Remove it, {advice}", "directory"
+        )
     if found.st_mode & stat.S_IWOTH and not found.st_mode & stat.S_ISVTX:
         raise LeaseError(
-            f"{path} is writable by all and not sticky: others could exchange locks. {advice}", "directory"
+            f"{path} is writable by all and not sticky: others could exchange locks. Make it so (chmod +t), {advice}",
+            "directory",
         )
     if not os.access(path, os.R_OK | os.W_OK | os.X_OK):
-        raise LeaseError(f"{path}, the directory of GPU leases, cannot be written by this user. {advice}", "directory")
+        raise LeaseError(
+            f"{path}, the directory of GPU leases, cannot be written by this user. Give it mode 1777, {advice}",
+            "directory",
+        )
     return path
 
 
@@ -87,10 +98,10 @@ def open_lock(path: Path) -> int:
         try:
             # Without O_CREAT: the kernel refuses that for another user's file in a sticky directory
             # (fs.protected_regular), and flock needs no right to write.
-            return os.open(path, _FLAGS)
+            return foreign.descriptor(path, follow=False)
         except FileNotFoundError:
             try:
-                descriptor = os.open(path, _FLAGS | os.O_CREAT | os.O_EXCL, 0o644)
+                descriptor = os.open(path, os.O_RDONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o644)
             except FileExistsError:
                 continue
             except OSError as error:
@@ -102,8 +113,39 @@ def open_lock(path: Path) -> int:
 
 
 def _unusable(path: Path, error: OSError) -> LeaseError:
-    advice = f"Remove {path.parent}, or set ${VARIABLE} to another directory for every user of the GPUs."
-    return LeaseError(f"The file {path.name} of GPU leases cannot be used: {error.strerror}. {advice}", "directory")
+    """Never advises what would take their locks from running sessions."""
+    if error.errno in (errno.ENOSPC, errno.EDQUOT):
+        advice = f"Make room on the disk of {path.parent}"
+    elif _strange(path):
+        advice = f"It belongs to {_whose(path)}: have {path} removed"
+    else:
+        advice = f"It belongs to {_whose(path)}, and must be a file that all can read"
+    return LeaseError(
+        f"The file {path.name} of GPU leases cannot be used: {error.strerror}. {advice}, or set ${VARIABLE} to another "
+        "directory, the same one for all users of the GPUs.",
+        "directory",
+    )
+
+
+def strange(root: Path) -> list[str]:
+    """A sentence for each of the first things that have a name of ours and are no regular files: nobody reads them."""
+    named = sorted(path for path in root.iterdir() if path.name == "mutex" or path.name.startswith(_KINDS))
+    return [
+        f"{path} is no regular file, and ignored; it belongs to {_whose(path)}: have it removed"
+        for path in itertools.islice(filter(_strange, named), 3)
+    ]
+
+
+def _strange(path: Path) -> bool:
+    with contextlib.suppress(OSError):
+        return not stat.S_ISREG(path.lstat().st_mode)
+    return False
+
+
+def _whose(path: Path) -> str:
+    with contextlib.suppress(OSError):
+        return user(path.lstat().st_uid)
+    return "nobody that can be told"
 
 
 def try_lock(path: Path) -> int | None:
@@ -123,7 +165,7 @@ def try_lock(path: Path) -> int | None:
 def locked(path: Path) -> bool:
     """True when somebody holds the lock of this file."""
     try:
-        descriptor = os.open(path, _FLAGS)
+        descriptor = foreign.descriptor(path, follow=False)
     except OSError:
         return False
     try:
@@ -222,7 +264,7 @@ def entries(root: Path, kind: str) -> list[Entry]:
             with contextlib.suppress(OSError):
                 path.unlink()
             continue
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             body = json.loads(read(path))
             if isinstance(body, dict):
                 found.append(Entry(path, body, path.lstat().st_mtime))
@@ -241,11 +283,8 @@ def sweep(root: Path) -> None:
 
 def read(path: Path) -> bytes:
     """At most 64 KiB of a file, no link followed."""
-    descriptor = os.open(path, _FLAGS)
-    try:
-        return os.read(descriptor, 1 << 16)
-    finally:
-        os.close(descriptor)
+    with foreign.opened(path, follow=False) as file:
+        return file.read(1 << 16)
 
 
 def user(uid: int) -> str:

@@ -196,13 +196,14 @@ def free(leftovers: Sequence[Leftover], *, grace: float = 0.0, limit: float = 10
 
 
 def _sweep_leases(swept: Swept) -> Swept:
-    """Remove lease files that no lock holds; their GPUs are free without that."""
+    """Remove lease files that no lock holds; their GPUs are free without that. What is no file there is told."""
     from . import lease_files
 
     root = Path(os.environ.get(lease_files.VARIABLE) or lease_files.DEFAULT)
     with contextlib.suppress(OSError, GpuserveError):
         if stat.S_ISDIR(root.lstat().st_mode):
-            lease_files.sweep(lease_files.directory())
+            lease_files.sweep(found := lease_files.directory())
+            return replace(swept, problems=(*swept.problems, *lease_files.strange(found)))
     return swept
 
 

@@ -13,7 +13,7 @@ import pytest
 
 from pytest_gpuserve import procfs
 from pytest_gpuserve.gpu import Gpu, GpuProcess
-from pytest_gpuserve.server import gpu_pool, lease_files, lease_status, leases, quarantine
+from pytest_gpuserve.server import gpu_pool, lease_files, lease_status, leases, quarantine, reaper
 from pytest_gpuserve.server.lease_policy import Device
 from pytest_gpuserve.server.leases import LeaseError
 
@@ -44,7 +44,7 @@ def full(*_: object) -> int:
 @pytest.mark.parametrize("what", ["open", "write"])
 def test_a_full_disk_is_told_and_leaves_nothing(root: Path, monkeypatch: pytest.MonkeyPatch, what: str) -> None:
     monkeypatch.setattr(os, what, full)
-    with pytest.raises(LeaseError, match=r"cannot be used: No space left on device\. Remove .*GPUSERVE_LEASES") as told:
+    with pytest.raises(LeaseError, match=r"No space left on device\. Make room .*GPUSERVE_LEASES") as told:
         lease_files.announce(root, "ticket", {"count": 1})
     monkeypatch.undo()
     assert told.value.kind == "directory"
@@ -54,12 +54,45 @@ def test_a_full_disk_is_told_and_leaves_nothing(root: Path, monkeypatch: pytest.
 def test_a_lock_file_that_cannot_be_made_is_told(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = os.open
 
-    def refuse_to_make(path: Any, flags: int, *mode: int) -> int:
-        return full() if flags & os.O_CREAT else real(path, flags, *mode)
+    def refuse_to_make(path: Any, flags: int, *mode: int, **more: Any) -> int:
+        return full() if flags & os.O_CREAT else real(path, flags, *mode, **more)
 
     monkeypatch.setattr(os, "open", refuse_to_make)
     with pytest.raises(LeaseError, match="The file mutex of GPU leases cannot be used: No space left"):
         lease_files.try_lock(root / "mutex")
+
+
+@pytest.mark.parametrize("kind", ["fifo", "link", "folder"])
+def test_what_is_no_file_makes_nobody_wait(root: Path, kind: str) -> None:
+    """Any user may put anything into the directory."""
+
+    def put(name: str) -> None:
+        if kind == "fifo":
+            os.mkfifo(root / name)
+        elif kind == "link":
+            (root / name).symlink_to(root.parent)
+        else:
+            (root / name).mkdir()
+
+    me = lease_files.user(os.getuid())
+    for name in ("lease-0-1-a", "ticket-0-1-a", "quarantine-GPU-1-a"):
+        put(name)
+    assert len(lease_files.strange(root)) == 3
+    swept = reaper.sweep_dead_sessions()
+    # what we may remove is gone; another user's stays, and is told
+    assert swept.text.count(f"is no regular file, and ignored; it belongs to {me}: have it removed") == (
+        3 if kind == "folder" else 1
+    )
+    assert quarantine.quarantined(root, [device()], {}) == {}
+    pool = gpu_pool.gpu_pool("virtual:1", {})
+    leases.acquire(1, pool, on_wait=str, evict_idle=bool, limit=20.0).release()
+    for name in ("mutex", lease_files.device(root, pool.devices[0]).name):
+        (root / name).unlink()
+        put(name)
+        with pytest.raises(LeaseError, match=f"The file {name} .*belongs to {me}: have .* removed"):
+            leases.acquire(1, pool, on_wait=str, evict_idle=bool, limit=20.0)
+        path = root / name
+        path.rmdir() if kind == "folder" else path.unlink()
 
 
 def test_the_lock_of_all_decisions_is_waited_for_no_longer_than_said(root: Path) -> None:
@@ -88,6 +121,13 @@ def test_damaged_files_of_others_stop_nobody(root: Path, body: bytes) -> None:
     lease.release()
     os.close(lock)
     os.close(waiter)
+
+
+def test_a_nest_of_another_user_stops_nobody(root: Path) -> None:
+    path, lock = lease_files.announce(root, "lease", {})
+    path.write_bytes(b"[" * 60_000)
+    assert lease_files.entries(root, "lease") == []
+    os.close(lock)
 
 
 def test_drafts_of_the_dead_are_swept_and_those_of_the_living_stay(root: Path) -> None:
