@@ -10,7 +10,7 @@ from ..errors import GpuserveError
 from ..gpu import MIB, Gpu, Reading
 from ..server import gpu_holders, reaper
 from ..server.gpu_holders import DEVICES, Holder, View
-from ..server.paths import state_root
+from ..server.paths import existing_state
 from ..text import one_line
 
 
@@ -60,7 +60,7 @@ def run(arguments: argparse.Namespace) -> int:
 
 
 def _sessions(yes: bool, grace: float) -> int:
-    found = reaper.find_leftovers(state_root(), strays=True)
+    found = reaper.find_leftovers(existing_state(), strays=True)
     if not found:
         if yes:
             reaper.sweep_dead_sessions()  # directories that nobody wants any more

@@ -9,6 +9,7 @@ import json
 import os
 import re
 import signal
+import stat
 import subprocess
 import tempfile
 import time
@@ -214,13 +215,19 @@ def last_json(output: str, python: str) -> Any:
 
 
 def cache_root() -> Path:
-    """``$XDG_CACHE_HOME/gpuserve`` or ``~/.cache/gpuserve``, or a private one in the temporary directory; 0700."""
+    """``$XDG_CACHE_HOME/gpuserve`` or ``~/.cache/gpuserve``, or a private one in the temporary directory, made 0700.
+    One that is another user's, a link, or writable by others is passed over, and its mode stays."""
     base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
     for root in (base / "gpuserve", Path(tempfile.gettempdir()) / f"gpuserve-cache-{os.getuid()}"):
         with contextlib.suppress(OSError):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             state = root.lstat()
-            if state.st_uid == os.getuid() and not root.is_symlink() and os.access(root, os.W_OK):
+            if (
+                state.st_uid == os.getuid()
+                and stat.S_ISDIR(state.st_mode)
+                and not state.st_mode & 0o022
+                and os.access(root, os.W_OK)
+            ):
                 return root
     raise EngineError(
         f"no directory can be written for what gpuserve learns of engines: neither {base}/gpuserve nor one in "

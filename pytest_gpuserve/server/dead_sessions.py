@@ -15,7 +15,7 @@ from pathlib import Path
 
 from .. import procfs
 from ..procfs import ProcessId
-from .paths import MARKER, SCRATCH, here
+from .paths import MARKER, SCRATCH, SESSIONS, here
 
 KEEP = 3 * 86400.0
 """Seconds that the directory of a dead session stays after nothing of it was left: its logs may still be wanted."""
@@ -58,7 +58,7 @@ def living(root: Path) -> Iterator[Path]:
 
 def _named(root: Path) -> Iterator[tuple[Path, ProcessId]]:
     """Directories of this user that are named as sessions are, and the process in the name."""
-    folder, entries = root / "sessions", list[os.DirEntry[str]]()
+    folder, entries = root / SESSIONS, list[os.DirEntry[str]]()
     with contextlib.suppress(OSError):
         entries = list(os.scandir(folder)) if own(folder.lstat(), stat.S_ISDIR) else []
     for entry in entries:

@@ -11,7 +11,7 @@ from ..errors import GpuserveError
 from ..procfs import ProcessId
 from .control import Control
 from .dead_sessions import living
-from .paths import state_exists, state_root
+from .paths import existing_state
 
 INTERRUPTED = ".interrupted"
 """File in the session's directory of a worker: its controller was interrupted, so nothing there needs a watcher."""
@@ -48,7 +48,8 @@ def _grace_of(controller: ProcessId, directory: Path) -> float | None:
 
 def _servers_of(controller: ProcessId) -> Iterator[tuple[Path, float]]:
     """Directory and grace, from what the servers' supervisors were told."""
-    for session in living(state_root()) if state_exists() else ():
+    root = existing_state()
+    for session in living(root) if root else ():
         for path in session.glob("*/supervisor.json"):
             if (grace := _grace_of(controller, path.parent)) is not None:
                 yield path.parent, grace

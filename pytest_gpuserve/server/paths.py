@@ -8,7 +8,7 @@ import os
 import secrets
 import stat
 import tempfile
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 from .. import procfs
@@ -21,6 +21,8 @@ MARKER = ".gpuserve"
 """File in a session's directory: where its pids mean something, ``{"boot", "pid_namespace"}``. What has none is not
 ours to sweep or to remove."""
 
+SESSIONS = "sessions"
+
 SCRATCH = "scratch-"
 """How directories in a session's begin that go with it: a sweep removes them at once, not days later as the logs."""
 
@@ -28,7 +30,8 @@ _sessions: dict[tuple[int, Path], Path] = {}
 
 
 def state_root() -> Path:
-    """The state directory, 0700, created where it is missing.
+    """The state directory, made (0700) where it is missing. One that was there keeps its mode: what we put into it is
+    private by itself, and one that others may write is refused.
 
     ``$GPUSERVE_STATE``, else ``$XDG_STATE_HOME/gpuserve``, else ``~/.local/state/gpuserve``, else (no home, or one that
     cannot be written) ``gpuserve-<uid>`` in the system's temporary directory.
@@ -36,22 +39,25 @@ def state_root() -> Path:
     Raises:
         GpuserveError: ``$GPUSERVE_STATE`` is set and cannot be used, or there is no usable place at all.
     """
-    if chosen := os.environ.get(STATE_VARIABLE):
-        path = Path(chosen).expanduser().absolute()
-        if problem := _claim(path):
-            raise GpuserveError(f"{STATE_VARIABLE}={chosen} cannot be used: {problem}. Set it to a directory of yours.")
-        return path
-    problem = "there is no home directory"
+    problem: str | None = "there is no home directory"
     for path in _places():
-        if path.is_absolute() and (problem := _claim(path)) is None:
+        if path.is_absolute() and (problem := _made(path) or _unfit(path)) is None:
             return path
-    raise GpuserveError(f"no directory for logs and sockets: {problem}. Set {STATE_VARIABLE} to a directory of yours.")
-
-
-def state_exists() -> bool:
-    """Whether there is a state directory already: for those who only look."""
     chosen = os.environ.get(STATE_VARIABLE)
-    return any(path.is_dir() for path in ((Path(chosen).expanduser(),) if chosen else _places()))
+    what = f"{STATE_VARIABLE}={chosen} cannot be used" if chosen else "no directory for logs and sockets"
+    raise GpuserveError(
+        f"{what}: {problem}. Set {STATE_VARIABLE} to a directory of yours, or to one that is not there: it is made, "
+        "for you alone."
+    )
+
+
+def existing_state() -> Path | None:
+    """The state directory where there is one: for those who only look.
+
+    Raises:
+        GpuserveError: as :func:`state_root`.
+    """
+    return state_root() if any(os.path.lexists(path) for path in _places()) else None
 
 
 def session_directory() -> Path:
@@ -61,7 +67,7 @@ def session_directory() -> Path:
     if key not in _sessions:
         me = procfs.process_id(os.getpid())
         start = me.start if me else 0
-        path = root / "sessions" / f"{os.getpid()}-{start}-{secrets.token_hex(4)}"
+        path = root / SESSIONS / f"{os.getpid()}-{start}-{secrets.token_hex(4)}"
         try:
             path.parent.mkdir(mode=0o700, exist_ok=True)
             path.mkdir(mode=0o700)
@@ -114,25 +120,40 @@ def server_directory(parent: Path, spec: ServerSpec) -> Path:
             return path
 
 
-def _places() -> tuple[Path, Path]:
-    """Where the state directory is when nobody says: the first that can be used."""
+def _places() -> Sequence[Path]:
+    """Where the state directory may be: the first that can be used."""
+    if chosen := os.environ.get(STATE_VARIABLE):
+        return (Path(chosen).expanduser().absolute(),)
     home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
     return Path(home).expanduser() / "gpuserve", Path(tempfile.gettempdir()) / f"gpuserve-{os.getuid()}"
 
 
-def _claim(path: Path) -> str | None:
-    """Make the directory or check that it is ours alone; None when it can be used, else why not."""
+def _made(path: Path) -> str | None:
+    """None: it is there, or was made; else why not."""
     try:
         path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except FileExistsError:
+        return f"{path} is no directory"
+    except OSError as error:
+        return f"{path}: {error.strerror}"
+    return None
+
+
+def _unfit(path: Path) -> str | None:
+    """None when nobody else can exchange what is in it; else why it cannot be used. Changes nothing."""
+    try:
         found = path.lstat()
         if not stat.S_ISDIR(found.st_mode):
             return f"{path} is a link or no directory"
         if found.st_uid != os.geteuid():
             return f"{path} belongs to another user"
-        if stat.S_IMODE(found.st_mode) & 0o077:
-            path.chmod(0o700)
+        if found.st_mode & 0o022:
+            return f"other users may write {path} (mode {stat.S_IMODE(found.st_mode):04o}), which is not ours to change"
         if not os.access(path, os.W_OK | os.X_OK):
             return f"{path} cannot be written"
+        with contextlib.suppress(FileNotFoundError):
+            if not stat.S_ISDIR((path / SESSIONS).lstat().st_mode):
+                return f"{path / SESSIONS} is a link or no directory"
     except OSError as error:
         return f"{path}: {error.strerror}"
     return None

@@ -26,7 +26,7 @@ from . import cgroup
 from . import dead_sessions as dead
 from .asking import ask_tree
 from .control import Control, end_request, group_of, noted_files
-from .paths import state_root
+from .paths import existing_state
 from .record import ServerRecord, load
 
 _SETTLED = 60.0  # seconds: a server.json older than this has no supervisor that is still to come up
@@ -118,7 +118,8 @@ def sweep_dead_sessions(limit: float = 10.0) -> Swept:
     """
     deadline = time.monotonic() + limit
     try:
-        root = state_root()
+        if (root := existing_state()) is None:
+            return _sweep_leases(Swept())
         sessions, todo = dead.look(root)
         if not todo and not any(dead.outdated(session) for session in sessions):
             return _sweep_leases(Swept())
@@ -139,16 +140,16 @@ def sweep_dead_sessions(limit: float = 10.0) -> Swept:
         return Swept(problems=(f"Sweeping up after dead sessions failed ({type(error).__name__}: {error})",))
 
 
-def find_leftovers(root: Path, *, strays: bool = False, limit: float = 10.0) -> list[Leftover]:
+def find_leftovers(root: Path | None, *, strays: bool = False, limit: float = 10.0) -> list[Leftover]:
     """What dead sessions left, looking only: processes are named, nothing is touched.
 
     Args:
-        root: the state directory.
+        root: the state directory; None where there is none.
         strays: also processes of this user that carry the cookie of a dead owner whose directory is gone; those of
             another state directory, or that a supervisor looks after, are named and wait.
     """
     deadline = time.monotonic() + limit
-    found = [leftover for session in dead.look(root)[1] for leftover in _leftovers(session)]
+    found = [leftover for session in (dead.look(root)[1] if root else ()) for leftover in _leftovers(session)]
     if not found and not strays:
         return []
     carriers = _carriers(deadline)

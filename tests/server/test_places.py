@@ -14,7 +14,9 @@ from typing import Any
 
 import pytest
 
+from pytest_gpuserve.cli import main
 from pytest_gpuserve.engines import get_engine
+from pytest_gpuserve.engines.flags import cache_root
 from pytest_gpuserve.errors import EngineError, GpuserveError, ServerStartError, SpecError
 from pytest_gpuserve.server import paths, ports
 from pytest_gpuserve.server.record import load
@@ -31,14 +33,62 @@ def mode(path: Path) -> int:
 def test_the_state_directory_is_private(state: Path) -> None:
     assert paths.state_root() == state
     assert mode(state) == 0o700
-    state.chmod(0o755)
-    assert mode(paths.state_root()) == 0o700
+    assert paths.existing_state() == state
     session = paths.session_directory()
     assert session == paths.session_directory()
     assert mode(session) == mode(session.parent) == 0o700
     pid, start, word = session.name.split("-")
     assert (int(pid), len(word)) == (os.getpid(), 8)
     assert int(start) > 0
+
+
+def test_a_directory_that_was_there_keeps_its_mode(state: Path) -> None:
+    state.mkdir()
+    state.chmod(0o755)
+    session = paths.session_directory()
+    assert (mode(state), mode(session.parent), mode(session)) == (0o755, 0o700, 0o700)
+
+
+@pytest.mark.parametrize("bits", [0o1777, 0o777, 0o775])
+def test_a_directory_that_others_may_write(state: Path, bits: int) -> None:
+    state.mkdir()
+    state.chmod(bits)
+    for use in (paths.state_root, paths.existing_state, paths.session_directory):
+        with pytest.raises(GpuserveError, match=rf"others? .*may write .*{bits:04o}.* one that is not there"):
+            use()
+    assert (mode(state), list(state.iterdir())) == (bits, [])
+
+
+def test_sessions_behind_a_link_are_refused(state: Path, tmp_path: Path) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    state.mkdir()
+    (state / "sessions").symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(GpuserveError, match="sessions is a link"):
+        paths.session_directory()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+
+
+@pytest.mark.parametrize("chosen", [True, False])
+def test_who_only_looks_makes_nothing(
+    state: Path, monkeypatch: pytest.MonkeyPatch, chosen: bool, tmp_path: Path
+) -> None:
+    if not chosen:
+        monkeypatch.delenv("GPUSERVE_STATE")
+        monkeypatch.setenv("XDG_STATE_HOME", str(tmp_path / "xdg"))
+        monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path))
+    before = sorted(tmp_path.iterdir())
+    assert paths.existing_state() is None
+    assert main(["reap"]) in (0, 1)
+    assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_cache_that_others_may_write_is_passed_over(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    monkeypatch.setattr("tempfile.gettempdir", lambda: str(tmp_path / "tmp"))
+    assert cache_root() == tmp_path / "gpuserve"
+    cache_root().chmod(0o777)
+    assert cache_root() == tmp_path / "tmp" / f"gpuserve-cache-{os.getuid()}"
+    assert mode(tmp_path / "gpuserve") == 0o777
 
 
 @pytest.mark.parametrize("kind", ["link", "file", "below a file"])
