@@ -114,7 +114,7 @@ def test_a_commit_whose_pytest_does_not_report_stops_no_bisection() -> None:
 
 def test_a_full_disk_is_the_machines() -> None:
     full = Report("t::a", "failed", reason="OSError: [Errno 28] No space left on device", error="OSError")
-    talks = Report("t::b", "failed", reason="assert '[Errno 28]' in text", error="AssertionError")
+    talks = Report("t::b", "failed", reason="assert 'OSError: [Errno 28]' in text", error="AssertionError")
     assert judge_session(Session(1, (full,)), None).code == SKIP
     assert judge_session(Session(1, (full, talks)), None).code == BAD
 
