@@ -173,6 +173,9 @@ class Bisection:
                     f"--good {commit[:12]} {what} ({judged.reason}). Name an older commit that passes, or one that can "
                     "be tested."
                 )
+        there = set.intersection(*(set(self._state.verdicts[commit].tests) for commit in good))
+        if tests := tuple(test for test in self._chosen.tests if test in there):  # others are younger than a good end
+            self._chosen = replace(self._chosen, tests=tests, every=True)
         while True:
             found = self._narrow(bad, good)
             for commit in found.good:

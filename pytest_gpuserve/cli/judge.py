@@ -43,7 +43,8 @@ class Settings:
         build: command that builds the commit; empty: none.
         repeat: good runs that a commit needs.
         rate: in how many of the runs a bad commit fails, for the stated confidence; None: not known.
-        target: the failure that is sought; None: any. tests: node ids that failed so; without them no commit is good.
+        target: the failure that is sought; None: any. tests: node ids that failed so; without them no commit is good,
+            or without ``every`` one of them.
         log: where one line a step goes. artifacts: incidents of the runs; None: pytest's own default.
         limit, build_limit: seconds for one run, and for the build. gpu_wait: for GPUs to become free.
     """
@@ -54,6 +55,7 @@ class Settings:
     rate: float | None = None
     target: Signature | None = None
     tests: tuple[str, ...] = ()
+    every: bool = False
     log: Path = Path("bisect.log")
     limit: float | None = None
     build_limit: float | None = None
@@ -187,7 +189,7 @@ def judge(
         if judged is not None:
             break
         session = run_session(chosen.argv, env=env, limit=chosen.limit, cwd=cwd, started=started)
-        results.append(judge_session(session, chosen.target, chosen.tests))
+        results.append(judge_session(session, chosen.target, chosen.tests, every=chosen.every))
         judged = decided(results, chosen.repeat)
     _log(chosen, commit, judged, len(results), time.monotonic() - begin, cwd)
     sure = ""

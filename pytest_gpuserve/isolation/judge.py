@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from ..shape import Maybe, checked
@@ -106,7 +106,8 @@ class Session:
 
 @dataclass(frozen=True, slots=True)
 class Judged:
-    """What to tell git. ``signature``: of the failure, where the commit is bad; ``tests``: node ids that failed so."""
+    """What to tell git. ``signature``: of the failure, where the commit is bad; ``tests``: node ids that failed
+    so; of a good one, those of the sought tests that passed."""
 
     code: int
     reason: str
@@ -118,10 +119,13 @@ class Judged:
         return {GOOD: "good", BAD: "bad", SKIP: "skip"}.get(self.code, "abort")
 
 
-def judge_session(session: Session, target: Signature | None, tests: Sequence[str] = ()) -> Judged:
+def judge_session(
+    session: Session, target: Signature | None, tests: Sequence[str] = (), *, every: bool = False
+) -> Judged:
     """One run. ``target``: the failure that is sought; None: any failure of a test that is not the machine's.
     ``tests``: those that failed so elsewhere; without them no run is good, and of others only a server's failure is
-    theirs, since the class of an exception tells nothing from another."""
+    theirs, since the class of an exception tells nothing from another. ``every``: each of them must have passed, not
+    one alone: all of them are there elsewhere."""
     if session.reports is None:
         if session.code in (0, 1, 5):
             return Judged(
@@ -166,9 +170,12 @@ def judge_session(session: Session, target: Signature | None, tests: Sequence[st
         if silent:
             what = f"{silent[0].nodeid}, which is sought, was skipped"
             return Judged(SKIP, f"{what}, so it tells nothing:{_short(silent[0].reason)}")
-        if not any(r.nodeid in tests for r in session.passed):
-            return Judged(SKIP, f"{tests[0]}, which is sought, was not run")
-    return Judged(GOOD, f"{len({r.nodeid for r in session.passed})} passed{_skipped(session)}")
+    passed = {r.nodeid for r in session.passed}
+    missing = [test for test in tests if test not in passed]
+    if missing and (every or len(missing) == len(tests)):
+        return Judged(SKIP, f"{missing[0]}, which is sought, was not run")
+    there = tuple(test for test in tests if test in passed)
+    return Judged(GOOD, f"{len(passed)} passed{_skipped(session)}", tests=there)
 
 
 def decided(results: Sequence[Judged], repeat: int) -> Judged | None:
@@ -184,7 +191,8 @@ def decided(results: Sequence[Judged], repeat: int) -> Judged | None:
         return last
     good = [one for one in results if one.code == GOOD]
     if len(good) >= repeat:
-        return Judged(GOOD, f"{good[-1].reason} in {len(good)} of {len(good)} runs" if repeat > 1 else good[-1].reason)
+        last = good[-1]
+        return last if repeat == 1 else replace(last, reason=f"{last.reason} in {len(good)} of {len(good)} runs")
     lost = len(results) - len(good)
     return last if lost > (repeat - 1) // 2 else None
 

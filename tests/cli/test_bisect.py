@@ -233,6 +233,29 @@ def test_a_commit_that_skips_the_sought_test_is_not_good(tmp_path: Path) -> None
     assert {line.split("\t")[2] for line in repo.log if line.split("\t")[1] in repo.commits[2:5]} == {"skip"}
 
 
+GONE = """\
+import state
+
+if not 3 <= state.NUMBER <= 4:
+    def test_first(): assert state.NUMBER < 2
+
+def test_second(): assert state.NUMBER < 6
+
+if state.NUMBER >= 6:
+    def test_new(): assert 0
+"""
+
+
+def test_a_commit_without_one_of_the_sought_tests_is_not_good(tmp_path: Path) -> None:
+    """The commit that brings a broken test back is not the one that broke it; a test that no good end has is not
+    asked for."""
+    repo = repository(tmp_path, count=7, culprit=9)
+    (repo.path / "test_gone.py").write_text(GONE)
+    done = repo.bisect("--repeat", "1", tests=("test_gone.py",))
+    assert "test_gone.py::test_first, which is sought, was not run" in done.stdout
+    assert f"First bad commit: {repo.commits[2]}" in done.stdout
+
+
 def test_git_bisect_run(tmp_path: Path) -> None:
     repo = repository(tmp_path, skip={5})
     repo.git("bisect", "start", repo.commits[-1], repo.commits[0])

@@ -98,6 +98,8 @@ def test_pytests_own_codes_never_read_as_bad(code: int, target: Signature | None
 def test_a_good_commit_passes_the_tests_that_are_sought(reports: list[Report], expected: int) -> None:
     judged = judge_session(Session(0, tuple(reports)), TARGET, ("t::b", "t::c"))
     assert judged.code == expected, judged.reason
+    assert judged.tests == (("t::b",) if expected == GOOD else ())
+    assert judge_session(Session(0, tuple(reports)), TARGET, ("t::b", "t::c"), every=True).code == SKIP
 
 
 def test_another_test_that_fails_alike_is_another_failure() -> None:
