@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import signal
 import subprocess
 from collections.abc import Sequence
 from dataclasses import dataclass
@@ -10,6 +11,7 @@ from pathlib import Path
 
 from ..errors import GpuserveError
 from ..text import one_line
+from .signals import withheld
 
 _LIMIT = 600.0
 """Seconds for one git command: a checkout of a large tree on a slow disk takes minutes."""
@@ -62,21 +64,24 @@ class Git:
         """(exit code, standard output, standard error)."""
         env = {**os.environ, "GIT_TERMINAL_PROMPT": "0", "LC_ALL": "C"}
         try:
-            child = subprocess.Popen(
-                ["git", *words],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.PIPE,
-                stderr=subprocess.PIPE,
-                text=True,
-                errors="replace",
-                cwd=self.top,
-                env=env,
-                start_new_session=True,  # Ctrl-C is for us
-            )
+            with withheld() as interrupts:
+                child = subprocess.Popen(
+                    ["git", *words],
+                    stdin=subprocess.DEVNULL,
+                    stdout=subprocess.PIPE,
+                    stderr=subprocess.PIPE,
+                    text=True,
+                    errors="replace",
+                    cwd=self.top,
+                    env=env,
+                    start_new_session=True,  # Ctrl-C is for us
+                )
         except FileNotFoundError:
             raise GpuserveError("there is no git on this machine. Install it, or run gpuserve judge by hand.") from None
         try:
             try:
+                for number in interrupts:
+                    signal.raise_signal(number)
                 out, err = child.communicate(timeout=_LIMIT)
             except KeyboardInterrupt:  # one that is killed in a checkout leaves half a tree, and index.lock
                 child.communicate(timeout=_LIMIT)

@@ -511,6 +511,27 @@ def test_git_is_never_cut_short(tmp_path: Path, monkeypatch: pytest.MonkeyPatch)
     assert (repo.path / "ended").exists()
 
 
+def test_git_is_not_forgotten_when_the_interrupt_comes_as_it_starts(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    repo = repository(tmp_path, count=1)
+    git = Git(repo.path)
+    started = []
+
+    class Popen(subprocess.Popen):
+        def __init__(self, *words, **options):
+            super().__init__(*words, **options)
+            started.append(self)
+            signal.raise_signal(signal.SIGINT)
+
+    monkeypatch.setattr(subprocess, "Popen", Popen)
+    before = signal.getsignal(signal.SIGINT)
+    with pytest.raises(KeyboardInterrupt):
+        git("status")
+    assert started[0].returncode == 0, "it came to its end before anything else is done in the work tree"
+    assert signal.getsignal(signal.SIGINT) is before
+
+
 def test_files_that_git_does_not_know_are_never_overwritten(tmp_path: Path) -> None:
     """``notes.txt`` is tracked in the middle only; at the end it is the user's own."""
     repo = repository(tmp_path, count=2)
