@@ -30,7 +30,7 @@ _INITIAL_PID_NAMESPACE = 0xEFFFFFFC
 
 @dataclass(frozen=True, slots=True)
 class GpuProcess:
-    """A compute process on a GPU: ``pid`` in the host's numbering, ``memory`` None where the driver does not say."""
+    """A process on a GPU, of compute or graphics; ``pid`` in the host's numbering, ``memory`` None where unknown."""
 
     pid: int
     memory: int | None = None
@@ -327,15 +327,16 @@ class Release:
     Attributes:
         free: memory is back at the baseline within the tolerance: the GPU may be leased again.
         excess: bytes above the baseline that no known foreign process explains; None when memory is unknown.
-        blame: who holds the excess: ``ours`` (what the server started, or nobody at all: memory that no process owns),
-            ``unknown`` (processes that may be ours or a stranger's: pids of another namespace), ``nobody`` when free.
+        blame: who holds the excess: ``ours`` (what the server started, or memory that no process owns where every
+            process can be seen), ``unknown`` (it may be ours or a stranger's: pids of another namespace, a driver that
+            does not list them all), ``unreadable`` (the GPU does not answer), ``nobody`` when free.
         holders: the processes behind ``blame``.
         text: one sentence.
     """
 
     free: bool
     excess: int | None
-    blame: Literal["nobody", "ours", "unknown"]
+    blame: Literal["nobody", "ours", "unknown", "unreadable"]
     holders: tuple[GpuProcess, ...]
     text: str
 
@@ -357,7 +358,7 @@ def check_release(
         same_namespace: :func:`pids_match`; when False no pid of NVML is ever compared with ``ours``.
     """
     if now.error is not None:
-        return Release(False, None, "unknown", (), f"{now.label} cannot be read: {now.error}.")
+        return Release(False, None, "unreadable", (), f"{now.label} cannot be read: {now.error.rstrip('.')}.")
     before = {p.pid: p.memory or 0 for p in baseline.processes or ()}
     current = now.processes or ()
     mine = tuple(p for p in current if same_namespace and p.pid in ours)
@@ -388,6 +389,9 @@ def check_release(
             unknown,
             f"{held_text}: {_list(unknown)} in the host's numbering, perhaps not ours.",
         )
+    if now.processes is None or not (same_namespace or current) or any(p.memory is None for p in strangers):
+        why = "the driver names no process here" if not current else f"{_list(strangers)} may hold more than is told"
+        return Release(False, excess, "unknown", (), f"{held_text}, and nobody can say whose that is: {why}.")
     return Release(False, excess, "ours", unknown, f"{held_text}, and no process that could be a stranger's owns it.")
 
 
@@ -420,8 +424,11 @@ def wait_release(
             reading = sampler.sample(max(0.5, min(5.0, left)))
             for uuid, baseline in list(waiting.items()):
                 now = find(reading, baseline)
-                result[uuid] = check_release(baseline, now, ours=ours(), same_namespace=same, tolerance=tolerance)
-                if result[uuid].free:
+                check = check_release(baseline, now, ours=ours(), same_namespace=same, tolerance=tolerance)
+                if check.blame == "unreadable":  # the first look had the most time, so its reason tells most
+                    check = result[uuid] if uuid in result and result[uuid].blame == check.blame else check
+                result[uuid] = check
+                if check.free:
                     del waiting[uuid]
             if not waiting or time.monotonic() + pause >= deadline:
                 return result

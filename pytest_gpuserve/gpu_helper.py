@@ -71,15 +71,22 @@ class Reader:
         return (int(found.total), int(found.used)) if found else (None, None)
 
     def processes(self, handle: Any) -> list[list[int | None]] | None:
-        """[pid, bytes or None] of every compute process, MPS clients included; None: the driver does not say."""
+        """[pid, bytes or None] of every process, of compute (MPS clients included) and graphics.
+
+        None: the driver does not say who computes.
+        """
         lists = [
             next(
                 (found for version in ("_v3", "_v2", "") if (found := self.ask(name + version, handle)) is not None),
                 None,
             )
-            for name in ("nvmlDeviceGetComputeRunningProcesses", "nvmlDeviceGetMPSComputeRunningProcesses")
+            for name in (
+                "nvmlDeviceGetComputeRunningProcesses",
+                "nvmlDeviceGetMPSComputeRunningProcesses",
+                "nvmlDeviceGetGraphicsRunningProcesses",
+            )
         ]
-        if all(found is None for found in lists):
+        if lists[0] is None and lists[1] is None:
             return None
         held: dict[int, int | None] = {}
         for process in (p for found in lists for p in found or ()):

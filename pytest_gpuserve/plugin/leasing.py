@@ -37,6 +37,7 @@ class Leasing:
     def __init__(self, state: State, evict: Callable[[], bool]) -> None:
         self._state = state
         self._evict = evict
+        self._told: set[str] = set()
 
     @cached_property
     def gpus(self) -> GpuPool:
@@ -74,7 +75,7 @@ class Leasing:
         if settings.session_deadline is not None:
             limit = max(1.0, min(limit, settings.session_deadline - time.monotonic()))
         try:
-            return acquire(
+            lease = acquire(
                 spec.tp,
                 pool,
                 on_wait=self._state.say,
@@ -82,12 +83,18 @@ class Leasing:
                 limit=limit,
                 foreign="wait" if settings.foreign == "wait" else "raise",
                 label=spec.id,
+                session=self._state.owners,
             )
         except LeaseError as error:
             here = error.kind == "too_few" and not settings.strict_arch
             if here or (error.kind == "foreign" and settings.foreign == "skip"):
                 pytest.skip(escape(str(error)))
             raise LeaseError(escape(str(error)), error.kind) from None
+        for name, text in lease.beside.items():
+            if name not in self._told:
+                self._told.add(name)
+                self._state.say(f"{text}. Servers are started there all the same, with that much less memory.")
+        return lease
 
     def capabilities(self, lease: Lease, spec: ServerSpec) -> list[tuple[int, int]]:
         """Compute capabilities of a server's GPUs; where none is leased, of the only kind that it can see."""
@@ -117,6 +124,14 @@ class Leasing:
             return self.gpus
         allowed = {gpu.uuid for gpu in suitable_gpus(item, visible_to(self._state.config, spec))}
         return self.gpus.only(lambda gpu: gpu.uuid in allowed)
+
+
+def told(spec: ServerSpec, release: Release) -> str:
+    """A paragraph on a GPU that did not come back after a server's end."""
+    if release.blame == "unknown":
+        return f"{spec.id} is gone, and {release.text} Later servers go elsewhere, or wait as --gpuserve-foreign says."
+    verdict = "infra" if release.blame == "unreadable" else "leak"
+    return f"{verdict}: {spec.id} is gone, but {release.text} The GPU is in quarantine."
 
 
 def _start(pid: int) -> int:

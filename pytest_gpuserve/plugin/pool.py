@@ -21,7 +21,7 @@ from ..spec import ServerSpec
 from .evidence import TEST_ALARM
 from .fences import answers
 from .launching import launch
-from .leasing import Leasing
+from .leasing import Leasing, told
 from .resolve import Wanted, as_layer, build, resolve
 from .slots import END, Slot, arm, note
 from .state import ERROR, PROBLEM, WANTED, State
@@ -214,7 +214,7 @@ class Pool:
             slot = launch(self._state, wanted, item, lease, self._leasing.capabilities(lease, wanted.spec))
         except BaseException as error:
             for release in self._leasing.give_back(lease, None, ()):
-                self._state.ledger.trouble(f"{wanted.spec.id}: {release.text}")
+                self._state.ledger.trouble(told(wanted.spec, release))
             if isinstance(error, ServerStartError):
                 reason = f"it did not start ({error.verdict}{f', {error.incident}' if error.incident else ''})"
                 self._strikes.setdefault(wanted.spec.key, []).append(reason)
@@ -301,7 +301,7 @@ class Pool:
                 )
             self._slots.remove(slot)
             for release in self._leasing.give_back(slot.lease, slot.server, pids.get(id(slot), ())):
-                text = f"leak: {slot.server.spec.id} is gone, but {release.text} The GPU is in quarantine."
+                text = told(slot.server.spec, release)
                 self._state.ledger.trouble(text)
                 if release.blame == "ours":
                     leaks.append(text)

@@ -8,17 +8,23 @@ import os
 import threading
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from ..gpu import MIB, RELEASE_TOLERANCE, Gpu
+from .. import procfs
+from ..gpu import MIB, RELEASE_TOLERANCE, Gpu, GpuProcess, pids_match
+from ..procfs import ProcessId
 from . import lease_files as files
 from .gpu_pool import GpuPool
 from .lease_policy import Device
 from .quarantine import Quarantined
 
 FOREIGN_MEMORY = 1024 * MIB
-"""A free GPU with more than this in use belongs to a stranger even when NVML names no process (containers)."""
+"""A free GPU on which more than this is held by no process that NVML names belongs to a stranger (containers)."""
+
+_CUDA_NODE = "nvidia-uvm"
+"""The device that every CUDA context opens; NVML, which opens every GPU's, does not."""
 
 
 def waiting(held: Collection[Device] | None = None) -> bool:
@@ -85,23 +91,91 @@ def holders_text(bodies: Sequence[Mapping[str, Any]], names: Collection[str] | N
     return "; ".join(parts)
 
 
-def strangers(root: Path, pool: GpuPool, now: Mapping[str, Gpu]) -> dict[str, str]:
-    """Devices that nobody leased and that are in use all the same: name to one phrase."""
-    found = {}
+@dataclass(frozen=True, slots=True)
+class InUse:
+    """GPUs that nobody leased and that are in use all the same, by name: one phrase each.
+
+    Attributes:
+        strangers: to be waited for.
+        ours: the memory is this session's own (a model in a test's process): to wait for it would be for ever.
+    """
+
+    strangers: dict[str, str] = field(default_factory=dict)
+    ours: dict[str, str] = field(default_factory=dict)
+
+
+def in_use(root: Path, pool: GpuPool, now: Mapping[str, Gpu], session: Collection[ProcessId] = ()) -> InUse:
+    """Who is on the GPUs that nobody leased. What ``session`` and this process started is this session's own."""
+    found, same, family = InUse(), pids_match(), None
     for device in pool.devices:
         gpu = now.get(device.name)
         if gpu is None or gpu.error is not None or files.locked(files.device(root, device)):
             continue
-        used = gpu.memory_used or 0
-        if big := [p for p in gpu.processes or () if p.memory is None or p.memory > RELEASE_TOLERANCE]:
-            found[device.name] = f"{device.label}: " + ", ".join(
-                f"pid {p.pid}, user {files.owner(p.pid) or 'unknown'}"
-                + (f", {p.memory / 1e9:.0f} GB" if p.memory is not None else "")
-                for p in big
-            )
-        elif used > FOREIGN_MEMORY:
-            found[device.name] = f"{device.label}: {used / 1e9:.0f} GB in use by no visible process"
+        listed = gpu.processes or ()
+        big = [p for p in listed if p.memory is None or p.memory > RELEASE_TOLERANCE]
+        loose = (gpu.memory_used or 0) - sum(p.memory or 0 for p in listed)
+        if not big and loose <= FOREIGN_MEMORY:
+            continue
+        family = family or _family(session)
+        mine = [p for p in big if p.pid in family] if same else []
+        others = [_process(p, same) for p in big if p not in mine]
+        if loose > FOREIGN_MEMORY:
+            others.append(f"{size(loose)} in use by no visible process")
+        openers = cuda_users(family, gpu.minor) if others and not same else []
+        if openers and len(big) <= len(openers):
+            held = ", ".join(others)
+            found.ours[device.name] = f"{device.label}: {held}, taken for {_names(openers)} of this session"
+        elif others:
+            found.strangers[device.name] = f"{device.label}: {', '.join(others)}"
+        elif mine:
+            sizes = ", ".join(f"{_names([p.pid])} of this session{_held(p)}" for p in mine)
+            found.ours[device.name] = f"{device.label} is in use by {sizes}"
     return found
+
+
+def _family(session: Collection[ProcessId]) -> Collection[int]:
+    """This process, those of ``session`` that live, and all that they started."""
+    table = procfs.snapshot()
+    roots = {os.getpid(), *(process.pid for process in session if procfs.same(process))}
+    return {pid for root in roots for pid in (root, *procfs.descendants(root, table))}
+
+
+def cuda_users(pids: Collection[int], minor: int | None, devices: str = "/dev") -> list[int]:
+    """Those of ``pids`` with a CUDA context that may be on /dev/nvidia``minor``."""
+    wanted, found = {f"{devices}/{_CUDA_NODE}", f"{devices}/nvidia{minor}"}, []
+    for pid in sorted(pids):
+        nodes = set()
+        with contextlib.suppress(OSError):
+            for fd in os.listdir(f"/proc/{pid}/fd"):
+                with contextlib.suppress(OSError):
+                    nodes.add(os.readlink(f"/proc/{pid}/fd/{fd}"))  # noqa: PTH115
+        if wanted <= nodes:
+            found.append(pid)
+    return found
+
+
+def _names(pids: Sequence[int]) -> str:
+    return ", ".join(f"pytest itself (pid {pid})" if pid == os.getpid() else f"pid {pid}{_comm(pid)}" for pid in pids)
+
+
+def _comm(pid: int) -> str:
+    found = procfs.stat(pid)
+    return f" ({found.comm})" if found else ""
+
+
+def _process(process: GpuProcess, same: bool) -> str:
+    if not same:
+        return f"pid {process.pid} outside this container{_held(process)}"
+    return f"pid {process.pid}{_comm(process.pid)}, user {files.owner(process.pid) or 'unknown'}{_held(process)}"
+
+
+def _held(process: GpuProcess) -> str:
+    return "" if process.memory is None else f", {size(process.memory)}"
+
+
+def size(amount: int) -> str:
+    """``503 MiB``, and from 1 GiB on ``73.4 GB``."""
+    return f"{amount / 1e9:.1f} GB" if amount >= 1024 * MIB else f"{amount // MIB} MiB"
 
 
 def wait_text(

@@ -19,11 +19,12 @@ from pathlib import Path
 from typing import Literal
 
 from ..gpu import Gpu, Release, Sampler, find, wait_release
+from ..procfs import ProcessId
 from . import lease_files as files
 from .gpu_pool import GpuPool, gpu_pool
 from .lease_files import LeaseError
 from .lease_policy import Device, Request, candidates, decide
-from .lease_status import Evictor, holders, holders_text, strangers, wait_text, waiting
+from .lease_status import Evictor, holders, holders_text, in_use, wait_text, waiting
 from .quarantine import impose, quarantined
 
 __all__ = ["Evictor", "GpuPool", "Lease", "LeaseError", "acquire", "gpu_pool", "holders", "holders_text", "waiting"]
@@ -46,6 +47,7 @@ class Lease:
     Attributes:
         devices: what is leased; empty when there is nothing to count.
         baselines: readings of the GPUs from just before they were handed over; empty for virtual devices.
+        beside: devices that this session itself uses besides, by name: one phrase each (foreign text: escape it).
     """
 
     def __init__(
@@ -53,6 +55,7 @@ class Lease:
     ) -> None:
         self.devices = devices
         self.baselines = baselines
+        self.beside: Mapping[str, str] = {}
         self._fds = fds
         self._entry = entry
         _open.add(self)
@@ -85,8 +88,9 @@ class Lease:
     def give_back(self, ours: Callable[[], Collection[int]], *, limit: float = 30.0, label: str = "") -> list[Release]:
         """Wait until the GPUs' memory is back at the baseline (invariant 9), then release them.
 
-        Call it when the server's last process is gone. GPUs that do not come back within ``limit`` seconds are
-        quarantined for everybody; their :class:`Release` is returned: with ``blame`` ``ours`` the test leaked.
+        Call it when the server's last process is gone. The :class:`Release` of GPUs that do not come back within
+        ``limit`` seconds is returned: with ``blame`` ``ours`` the test leaked. They are quarantined for everybody, but
+        not where the memory may be a stranger's: later leases find that out for themselves.
 
         Args:
             ours: every pid the server ever had.
@@ -97,9 +101,11 @@ class Lease:
             if self.baselines and self._fds:
                 found = wait_release(self.baselines, ours=ours, limit=limit)
                 for device, baseline in zip(self.devices, self.baselines, strict=True):
-                    if not (result := found[device.name]).free:
+                    if (result := found[device.name]).free:
+                        continue
+                    bad.append(result)
+                    if result.blame != "unknown":
                         impose(files.directory(), device, result.text, label=label, baseline=baseline)
-                        bad.append(result)
         finally:
             self.release()
         return bad
@@ -144,6 +150,7 @@ def acquire(
     limit: float,
     foreign: Literal["wait", "raise"] = "wait",
     label: str = "",
+    session: Collection[ProcessId] = (),
 ) -> Lease:
     """``count`` GPUs of ``pool``, all or none of them, in the order of asking.
 
@@ -154,6 +161,7 @@ def acquire(
         limit: seconds to wait at most.
         foreign: while the GPUs are used by processes that hold no lease, wait, or raise.
         label: for what, shown to others who wait: the spec's id.
+        session: processes whose own GPU memory, as this one's, is never waited for.
 
     Raises:
         LeaseError: see its ``kind``.
@@ -172,11 +180,14 @@ def acquire(
             now = _look(sampler, pool, FIRST_LOOK)
             while True:
                 broken = quarantined(root, pool.devices, now)
-                others = strangers(root, pool, now)
+                seen = in_use(root, pool, now, session)
+                others = seen.strangers
                 usable = {d.name for d in pool.devices if d.name not in broken and d.name not in others}
                 usable -= {name for name, gpu in now.items() if gpu.error is not None}
                 _check_possible(count, pool, broken, now)
-                if lease := _try(root, ticket, count, pool, usable, label):
+                lease = _try(root, ticket, count, pool, usable - seen.ours.keys(), label) if seen.ours else None
+                if lease := lease or _try(root, ticket, count, pool, usable, label):
+                    lease.beside = {d.name: seen.ours[d.name] for d in lease.devices if d.name in seen.ours}
                     return _with_baselines(lease, sampler, pool, now)
                 if not evicted:
                     evicted = True

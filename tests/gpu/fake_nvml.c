@@ -3,6 +3,7 @@
  *   devices N              init CODE              wedge_init 1
  *   cc.I MAJOR             name.I TEXT            used.I MIB            total.I MIB (0: not supported)
  *   pids.I PID:MIB,PID:MIB (MIB -1: not available; none: not supported)
+ *   graphics.I PID:MIB,... (as pids.I, for processes of graphics)
  *   util.I PERCENT         power.I MILLIWATT      ecc.I N               xid.I N
  *   lost.I 1               wedge.I 1 (the call never returns)           mig.I INSTANCES
  * Handles are the addresses of devs[]; instance J of GPU I is devs[I][J + 1]. */
@@ -121,13 +122,14 @@ int nvmlDeviceGetPowerUsage(device *d, unsigned *milliwatt) {
 typedef struct { unsigned pid; u64 used; unsigned gi, ci; } process;
 #ifdef OLD_DRIVER
 #define nvmlDeviceGetComputeRunningProcesses_v3 nvmlDeviceGetComputeRunningProcesses_v2
+#define nvmlDeviceGetGraphicsRunningProcesses_v3 nvmlDeviceGetGraphicsRunningProcesses_v2
 #endif
-int nvmlDeviceGetComputeRunningProcesses_v3(device *d, unsigned *count, process *out) {
+static int list(const char *key, device *d, unsigned *count, process *out) {
     char value[512] = "", *entry, *rest = value;
     unsigned found = 0, room = *count;
     int lost = touch(d);
     if (lost) return lost;
-    look("pids", d->gpu, value, sizeof value);
+    look(key, d->gpu, value, sizeof value);
     if (!strcmp(value, "none")) return 3;
     while ((entry = strsep(&rest, ","))) {
         unsigned pid;
@@ -142,6 +144,10 @@ int nvmlDeviceGetComputeRunningProcesses_v3(device *d, unsigned *count, process 
     }
     *count = found;
     return found > room || (found && !out) ? 7 : 0;
+}
+int nvmlDeviceGetComputeRunningProcesses_v3(device *d, unsigned *count, process *out) { return list("pids", d, count, out); }
+int nvmlDeviceGetGraphicsRunningProcesses_v3(device *d, unsigned *count, process *out) {
+    return list("graphics", d, count, out);
 }
 int nvmlDeviceGetCurrentClocksEventReasons(device *d, u64 *reasons) { *reasons = 1; return touch(d); }
 int nvmlDeviceGetTotalEccErrors(device *d, int type, int counter, u64 *count) {

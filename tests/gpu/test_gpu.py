@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import signal
 import subprocess
 import sys
@@ -267,7 +268,11 @@ def _gpu(used: int | None, *processes: tuple[int, int | None], error: str | None
         pytest.param(_gpu(3), _gpu(20483, (99, 20480)), True, True, "nobody", id="a stranger came"),
         pytest.param(_gpu(1003, (99, 1000)), _gpu(5003, (99, 5000)), True, True, "nobody", id="a stranger grew"),
         pytest.param(_gpu(5003, (99, 5000)), _gpu(5003), True, False, "ours", id="a stranger left, as much leaked"),
-        pytest.param(_gpu(3), _gpu(20483), False, False, "ours", id="container, no process listed"),
+        pytest.param(_gpu(3), _gpu(20483), False, False, "unknown", id="container, no process listed"),
+        pytest.param(
+            _gpu(3), Gpu(0, "GPU-x", memory_used=20483 * MIB), True, False, "unknown", id="a driver that lists nobody"
+        ),
+        pytest.param(_gpu(3), _gpu(20483, (99, None)), True, False, "unknown", id="a stranger without size"),
         pytest.param(
             _gpu(3), _gpu(20483, (50, 20480)), False, False, "unknown", id="container, a pid that equals ours"
         ),
@@ -279,7 +284,7 @@ def _gpu(used: int | None, *processes: tuple[int, int | None], error: str | None
         pytest.param(
             _gpu(1003, (77, 1000)), _gpu(9003, (77, 9000)), False, True, "nobody", id="container, old pid grew"
         ),
-        pytest.param(_gpu(3), _gpu(3, error="lost"), True, False, "unknown", id="unreadable"),
+        pytest.param(_gpu(3), _gpu(3, error="lost"), True, False, "unreadable", id="unreadable"),
         pytest.param(_gpu(None), _gpu(None), True, True, "nobody", id="no memory figure, no process"),
         pytest.param(_gpu(None), _gpu(None, (50, None)), True, False, "ours", id="no memory figure, our process"),
         pytest.param(_gpu(None), _gpu(None, (99, None)), True, True, "nobody", id="no memory figure, a stranger's"),
@@ -298,7 +303,8 @@ def test_release_names_size_and_pid() -> None:
     )
 
 
-def test_wait_release_waits_for_a_driver_that_frees_late(nvml: Any) -> None:
+def test_wait_release_waits_for_a_driver_that_frees_late(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu, "pids_match", lambda: True)
     nvml.set(devices=2)
     baselines = devices()
     nvml.set(used_0=20000, used_1=20000)
@@ -324,4 +330,25 @@ def test_wait_release_with_a_wedged_driver_ends(nvml: Any) -> None:
     result = wait_release(baselines, ours=tuple, limit=1.0)
     assert time.monotonic() - begin < 10
     assert not result[baselines[0].uuid].free
-    assert result[baselines[0].uuid].blame == "unknown"
+    assert result[baselines[0].uuid].blame == "unreadable"
+
+
+def test_a_gpu_that_stays_mute_is_told_by_the_look_that_had_the_most_time(nvml: Any) -> None:
+    nvml.set(devices=1)
+    baselines = devices()
+    nvml.set(wedge_0=1)
+    (found,) = wait_release(baselines, ours=tuple, limit=2.0).values()
+    assert re.fullmatch(r"GPU 0 cannot be read: the driver did not answer within 1\.\d+ s\.", found.text)
+
+
+def test_processes_of_graphics_are_strangers_like_any(nvml: Any) -> None:
+    """A browser on the desktop grows while a server runs: nobody leaked."""
+    nvml.set(devices=1, used_0=500, graphics_0="98:400")
+    (before,) = devices()
+    assert before.processes == (GpuProcess(98, 400 * MIB),)
+    nvml.set(used_0=900, graphics_0="98:400,99:400", pids_0="99:400")
+    (now,) = devices()
+    assert now.processes == (GpuProcess(98, 400 * MIB), GpuProcess(99, 400 * MIB))
+    assert check_release(before, now, ours=(), same_namespace=True).free
+    nvml.set(pids_0="none")
+    assert devices()[0].processes is None, "who computes is not known"

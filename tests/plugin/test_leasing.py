@@ -38,7 +38,8 @@ def now(**changes):
 CONFTEST = """
 from pytest_gpuserve.engines.command import Command
 Command.uses_gpus = True
-
+import pytest_gpuserve.gpu as g, pytest_gpuserve.server.lease_status as s
+g.pids_match = s.pids_match = lambda: True  # also where these tests run in a container
 """
 
 
@@ -139,9 +140,66 @@ def test_the_test_that_leaks_is_told_and_the_next_server_goes_elsewhere(project:
     )
 
 
+def test_memory_in_a_container_is_nobodys_leak(project: Any, nvml: Any) -> None:
+    """NVML names no process there: it may be a stranger's, who is then waited for like any."""
+    nvml.set(devices=2)
+    project.write(
+        conftest=CONFTEST.replace("True  #", "False  #") + "import pytest_gpuserve.plugin.leasing as l; l.SETTLE = 1.0",
+        helper=SERVER,
+        test_it="""
+        import os, pathlib
+        from helper import gpu, now
+
+        @gpu(1)
+        def test_one(server):
+            now(used_0=20483)
+
+        @gpu(1, env={"NEXT": "1"})
+        def test_next(server):
+            assert server.record.gpus == ("1",)
+            assert not list(pathlib.Path(os.environ["GPUSERVE_LEASES"]).glob("quarantine-*"))
+            now(used_0=3)
+
+        @gpu(2)
+        def test_both(server): pass
+        """,
+    )
+    result = project.run("-p", "no:cacheprovider", "-p", "no:randomly")
+    result.assert_outcomes(passed=3)
+    text = re.sub(r"\s+", " ", result.stdout.str())
+    assert "is gone, and GPU 0 holds 20483 MiB, 20480 MiB more than before the launch (3 MiB), and nobody" in text
+    assert "leak:" not in text
+
+
+def test_a_model_in_pytest_itself_stops_no_server(project: Any, nvml: Any) -> None:
+    nvml.set(devices=1)
+    project.write(
+        conftest=CONFTEST,
+        helper=SERVER,
+        test_it="""
+        import os
+        from helper import gpu, now
+
+        @gpu(1)
+        def test_reference_model_in_pytest(server):
+            now(used_0=506, pids_0=f"{os.getpid()}:503")
+
+        @gpu(1, env={"A": "1"})
+        def test_next(server): pass
+
+        @gpu(1, env={"A": "2"})
+        def test_another(server): pass
+        """,
+    )
+    result = project.run("-p", "no:cacheprovider", "-p", "no:randomly", "--gpuserve-lease-timeout=20")
+    result.assert_outcomes(passed=3)
+    text = re.sub(r"\s+", " ", result.stdout.str())
+    assert len(re.findall(r"GPU 0 is in use by pytest itself \(pid \d+\) of this session, 503 MiB\. ", text)) == 1
+
+
 @pytest.mark.parametrize(("choice", "outcome"), [("skip", "skipped"), ("fail", "errors")])
 def test_strangers(project: Any, nvml: Any, choice: str, outcome: str) -> None:
-    nvml.set(devices=1, used_0=71000, pids_0="812:70000")
+    nvml.set(devices=1, used_0=71000, pids_0="4194304:70000")
     project.write(
         conftest=CONFTEST + "import pytest_gpuserve.server.leases as l; l.PATIENCE = 0.2",
         helper=SERVER,
@@ -149,7 +207,7 @@ def test_strangers(project: Any, nvml: Any, choice: str, outcome: str) -> None:
     )
     result = project.run(f"--gpuserve-foreign={choice}", "-rsE", "-p", "no:cacheprovider")
     result.assert_outcomes(**{outcome: 1})
-    result.stdout.fnmatch_lines(["*GPU 0: pid 812, user *, 73 GB*"])
+    result.stdout.fnmatch_lines(["*GPU 0: pid 4194304, user *, 73.4 GB*"])
 
 
 def test_more_virtual_gpus_than_there_are_skips_or_fails(project: Any) -> None:

@@ -5,14 +5,17 @@ from __future__ import annotations
 import errno
 import json
 import os
+import subprocess
 import time
+from collections.abc import Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_gpuserve import procfs
-from pytest_gpuserve.gpu import Gpu, GpuProcess
+from pytest_gpuserve.gpu import Gpu, GpuProcess, Reading
 from pytest_gpuserve.server import gpu_pool, lease_files, lease_status, leases, quarantine, reaper
 from pytest_gpuserve.server.lease_policy import Device
 from pytest_gpuserve.server.leases import LeaseError
@@ -24,6 +27,11 @@ MIB = 1 << 20
 def root(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("GPUSERVE_LEASES", str(tmp_path / "leases"))
     return lease_files.directory()
+
+
+@pytest.fixture(autouse=True)
+def outside_containers(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(lease_status, "pids_match", lambda: True)
 
 
 def device(name: str = "GPU-1") -> Device:
@@ -155,19 +163,100 @@ def test_users_without_a_name_and_processes_that_vanish() -> None:
 @pytest.mark.parametrize(
     ("seen", "told"),
     [
-        ({"memory_used": 21 * 10**9, "processes": ()}, "21 GB in use by no visible process"),
+        ({"memory_used": 21 * 10**9, "processes": ()}, "21.0 GB in use by no visible process"),
         ({"memory_used": 500 * MIB, "processes": ()}, None),
+        ({"memory_used": 1200 * MIB, "processes": (GpuProcess(1, 250 * MIB),)}, None),  # a desktop
         ({"memory_used": None, "processes": None}, None),
         ({"processes": (GpuProcess(1 << 22, None),)}, f"pid {1 << 22}, user unknown"),
-        ({"processes": (GpuProcess(1 << 22, 3 * 10**9),)}, f"pid {1 << 22}, user unknown, 3 GB"),
+        ({"processes": (GpuProcess(1 << 22, 3 * 10**9),)}, f"pid {1 << 22}, user unknown, 3.0 GB"),
+        ({"processes": (GpuProcess(1 << 22, 503 * MIB),)}, f"pid {1 << 22}, user unknown, 503 MiB"),
         ({"processes": (GpuProcess(1, 10 * MIB),)}, None),
         ({"memory_used": 21 * 10**9, "error": "GPU is lost"}, None),
     ],
 )
 def test_what_strangers_are_known_by(root: Path, seen: Any, told: str | None) -> None:
     pool = gpu_pool.GpuPool((device(),))
-    found = lease_status.strangers(root, pool, {"GPU-1": gpu(**seen)})
-    assert found == ({"GPU-1": f"{device().label}: {told}"} if told else {})
+    found = lease_status.in_use(root, pool, {"GPU-1": gpu(**seen)})
+    assert found.strangers == ({"GPU-1": f"{device().label}: {told}"} if told else {})
+    assert not found.ours
+
+
+@pytest.fixture
+def child() -> Iterator[procfs.ProcessId]:
+    """A process that this one started."""
+    process = subprocess.Popen(["sleep", "600"])
+    found = procfs.process_id(process.pid)
+    assert found
+    yield found
+    process.kill()
+    process.wait()
+
+
+def test_memory_of_this_session_is_not_a_strangers(
+    root: Path, monkeypatch: pytest.MonkeyPatch, child: procfs.ProcessId
+) -> None:
+    """A reference model in pytest, in another worker, or in what a fixture started."""
+    pool, me = gpu_pool.GpuPool((device(),)), os.getpid()
+    mine = gpu(memory_used=9000 * MIB, processes=(GpuProcess(me, 503 * MIB), GpuProcess(child.pid, 8000 * MIB)))
+    found = lease_status.in_use(root, pool, {"GPU-1": mine})
+    assert not found.strangers
+    assert found.ours == {
+        "GPU-1": f"GPU 1 is in use by pytest itself (pid {me}) of this session, 503 MiB, "
+        f"pid {child.pid} (sleep) of this session, 8.4 GB"
+    }
+    beside = replace(mine, processes=(*(mine.processes or ()), GpuProcess(1, 400 * MIB)))
+    assert "pid 1 " in lease_status.in_use(root, pool, {"GPU-1": beside}).strangers["GPU-1"]
+    monkeypatch.setattr(os, "getpid", lambda: 1 << 22)  # a sibling of theirs, under one controller
+    assert str(me) in lease_status.in_use(root, pool, {"GPU-1": mine}).strangers["GPU-1"]
+    controller = procfs.process_id(me)
+    assert controller
+    assert not lease_status.in_use(root, pool, {"GPU-1": mine}, [controller]).strangers
+    dead = procfs.ProcessId(controller.pid, controller.start + 1)
+    assert lease_status.in_use(root, pool, {"GPU-1": mine}, [dead]).strangers
+
+
+@pytest.mark.parametrize("processes", [(GpuProcess(1, 5000 * MIB),), (), None])
+def test_in_a_container_a_gpu_that_a_test_computes_on_is_taken_for_its_own(
+    root: Path, monkeypatch: pytest.MonkeyPatch, processes: Any
+) -> None:
+    """NVML's pids mean nothing there; that pid 1 is of this session would be a coincidence."""
+    monkeypatch.setattr(lease_status, "pids_match", lambda: False)
+    pool, seen = gpu_pool.GpuPool((device(),)), gpu(memory_used=5003 * MIB, processes=processes)
+    (told,) = lease_status.in_use(root, pool, {"GPU-1": seen}).strangers.values()
+    assert "user" not in told
+    monkeypatch.setattr(lease_status, "cuda_users", lambda pids, minor: [os.getpid()] if os.getpid() in pids else [])
+    found = lease_status.in_use(root, pool, {"GPU-1": seen})
+    assert not found.strangers
+    assert f"taken for pytest itself (pid {os.getpid()})" in found.ours["GPU-1"]
+    more = replace(seen, processes=tuple(GpuProcess(pid, 2000 * MIB) for pid in (1, 2)))
+    assert lease_status.in_use(root, pool, {"GPU-1": more}).strangers, "one of them is a stranger"
+
+
+def test_a_cuda_context_is_known_by_both_devices(tmp_path: Path) -> None:
+    """NVML, in our own helpers too, opens /dev/nvidia0 but not /dev/nvidia-uvm."""
+    for name in ("nvidia0", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    me = [os.getpid(), 1 << 22]
+    with (tmp_path / "nvidia0").open():
+        assert lease_status.cuda_users(me, 0, str(tmp_path)) == []
+        with (tmp_path / "nvidia-uvm").open():
+            assert lease_status.cuda_users(me, 0, str(tmp_path)) == [os.getpid()]
+            assert lease_status.cuda_users(me, 1, str(tmp_path)) == []
+
+
+def test_gpus_that_the_session_itself_uses_are_leased_last(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    own = Gpu(0, "GPU-0", "H", memory_used=506 * MIB, processes=(GpuProcess(os.getpid(), 503 * MIB),))
+    reading = Reading((own, Gpu(1, "GPU-1", "H", memory_used=0, processes=())))
+    monkeypatch.setattr(leases, "_look", lambda sampler, pool, limit: {g.uuid: g for g in reading.gpus})
+    pool = gpu_pool.gpu_pool(None, {}, lambda limit: reading)
+    first = leases.acquire(1, pool, on_wait=str, evict_idle=bool, limit=20.0)
+    assert [d.index for d in first.devices] == [1]
+    assert not first.beside
+    second = leases.acquire(1, pool, on_wait=str, evict_idle=bool, limit=20.0)
+    assert [d.index for d in second.devices] == [0]
+    assert "pytest itself" in second.beside["GPU-0"]
+    first.release()
+    second.release()
 
 
 # Quarantine

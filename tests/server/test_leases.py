@@ -18,9 +18,10 @@ from typing import Any
 
 import pytest
 
+from pytest_gpuserve import gpu
 from pytest_gpuserve.errors import SpecError
 from pytest_gpuserve.gpu import Gpu, Reading
-from pytest_gpuserve.server import lease_files, leases
+from pytest_gpuserve.server import lease_files, lease_status, leases
 from pytest_gpuserve.server.leases import Evictor, Lease, LeaseError, acquire, gpu_pool, holders, waiting
 
 LIMIT = 60.0
@@ -495,6 +496,8 @@ def nvml(fake_library: tuple[Any, Path], tmp_path: Path, monkeypatch: pytest.Mon
     for name, value in library.environment.items():
         monkeypatch.setenv(name, value)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    for room in (gpu, lease_status):  # also where these tests run in a container
+        monkeypatch.setattr(room, "pids_match", lambda: True)
     return library
 
 
@@ -516,7 +519,7 @@ def test_a_mig_instance_is_named_by_its_uuid(nvml: Any) -> None:
 
 
 def test_a_strangers_process_is_waited_for(nvml: Any) -> None:
-    nvml.set(used_3=71000, pids_3="812:70000", used_5=20000)
+    nvml.set(used_3=71000, pids_3="4194304:70000", used_5=20000)
     pool, said = gpu_pool(None, {}), []
     assert [d.index for d in take(2, pool=pool).devices] == [0, 1], "others are free"
 
@@ -525,15 +528,15 @@ def test_a_strangers_process_is_waited_for(nvml: Any) -> None:
         nvml.set(used_3=3, pids_3="", used_5=3)
 
     assert [d.index for d in take(4, pool=gpu_pool("2,3,4,5", {}), on_wait=hear).devices] == [2, 3, 4, 5]
-    assert "GPU 3: pid 812, user " in said[0]
-    assert ", 73 GB" in said[0]
-    assert "GPU 5: 21 GB in use by no visible process" in said[0]
+    assert "GPU 3: pid 4194304, user " in said[0]
+    assert ", 73.4 GB" in said[0]
+    assert "GPU 5: 21.0 GB in use by no visible process" in said[0]
 
 
 def test_a_strangers_process_raises_when_asked_to(nvml: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(leases, "PATIENCE", 0.3)
-    nvml.set(used_3=71000, pids_3="812:70000")
-    with pytest.raises(LeaseError, match="GPU 3: pid 812") as caught:
+    nvml.set(used_3=71000, pids_3="4194304:70000")
+    with pytest.raises(LeaseError, match="GPU 3: pid 4194304") as caught:
         take(8, pool=gpu_pool(None, {}), foreign="raise")
     assert caught.value.kind == "foreign"
 
