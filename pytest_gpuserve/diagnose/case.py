@@ -14,7 +14,7 @@ from .kernel import KernelWait, kernel_wait
 from .mechanism import BUSY, READS, mechanism, spins
 from .merge import Member, Merged, format_ranks, label_order, merge
 from .model import ClassKind, Frame, RankClass
-from .phase_frames import Reached, reached
+from .phase_frames import Reached, places
 from .roles import rank_in
 from .signatures import last_name
 
@@ -219,9 +219,7 @@ class Case:
     @cached_property
     def phases(self) -> Mapping[str, Reached]:
         """Where each rank is, by the log and by its stack."""
-        members = self.merged.by_label
-        told = {label: told for label, told in self.evidence.phases.items() if told.phase in PHASES}
-        return {n: reached(told[n], members[n].frames if n in members else ()) for n in told}
+        return places(self.evidence.phases, {n: member.frames for n, member in self.merged.by_label.items()})
 
     @cached_property
     def phase(self) -> Phase | None:

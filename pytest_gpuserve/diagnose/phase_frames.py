@@ -58,6 +58,11 @@ def reached(told: RankPhase, frames: Sequence[Frame]) -> Reached:
     return Reached(told.phase, over=told.left is not None)
 
 
+def places(told: Mapping[str, RankPhase], stacks: Mapping[str, Sequence[Frame]]) -> dict[str, Reached]:
+    """Where each rank is of which the log told a phase, by the log and by its stack."""
+    return {label: reached(phase, stacks.get(label, ())) for label, phase in told.items() if phase.phase in PHASES}
+
+
 def _by_stack(frames: Sequence[Frame]) -> tuple[Phase, Frame] | None:
     rules = _rules()
     for frame in frames:

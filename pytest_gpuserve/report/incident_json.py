@@ -4,11 +4,13 @@ from __future__ import annotations
 
 import time
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from .. import __version__
 from ..diagnose.merge import Merged
 from ..diagnose.model import ProcessDump
+from ..diagnose.phase_frames import places
 from .gather import Scene
 from .incident_text import Words, sections
 from .probe import Probe
@@ -71,10 +73,13 @@ def body(words: Words, probe: Probe | None, test_waits: bool | None, environment
 def _processes(scene: Scene, merged: Merged) -> dict[str, Any]:
     """Every process of the last round by a unique label."""
     labels = {m.process: m.label for m in merged.members}
+    where = places(scene.log.phases, {m.label: m.frames for m in merged.members})
     found: dict[str, Any] = {}
     for dump in scene.rounds[-1] if scene.rounds else ():
         label = labels.get(dump.process, dump.label)
-        phase = scene.log.phases.get(dump.label)
+        phase, place = scene.log.phases.get(dump.label), where.get(dump.label)
+        if phase is not None and place is not None and place.by is not None:  # its stack knows better than the log
+            phase = replace(phase, phase=place.phase, done=None, total=None)
         found[label if label not in found else f"{label} (pid {dump.process.pid})"] = {
             **_process(dump),
             "phase": phase.phase if phase else None,

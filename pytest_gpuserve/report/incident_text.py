@@ -13,6 +13,7 @@ from ..diagnose.crowd import crowded, unread
 from ..diagnose.evidence import NO_PROGRESS, Evidence
 from ..diagnose.merge import Merged, format_ranks
 from ..diagnose.model import Judgement, ProcessDump, ThreadStack
+from ..diagnose.phase_frames import Reached, places
 from ..diagnose.stacks import refused
 from ..text import escape, one_line
 from .blame import Decision
@@ -110,24 +111,28 @@ def _thread(thread: ThreadStack) -> list[str]:
 
 
 def _phase_lines(words: Words) -> list[str]:
-    """``phases: TP0-2,4-7 cuda_graph 3/24; TP3 weight_load 12/64``; ranks that are anywhere in a phase are joined."""
+    """``phases: TP0-2,4-7 cuda_graph 3/24; TP3 weight_load 12/64``; ranks that are anywhere in a phase are joined.
+
+    The verdict may know better than the log, by the rank's stack; then both are said.
+    """
     phases = words.scene.log.phases
-    groups: dict[str, dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
+    where = places(phases, {label: member.frames for label, member in words.merged.by_label.items()})
+    groups: dict[tuple[str, str], dict[str, list[str]]] = defaultdict(lambda: defaultdict(list))
     for label, phase in phases.items():
         done = f" {phase.done}/{phase.total}" if phase.done is not None and phase.total is not None else ""
-        groups[phase.phase][done].append(label)
+        groups[phase.phase, _corrected(where.get(label))][done].append(label)
     for label in words.judgement.missing:
         if label not in phases:
-            groups["not there"][""].append(label)
+            groups["not there", ""][""].append(label)
     found: list[tuple[list[str], str]] = []
-    for name, inside in groups.items():
+    for (name, known), inside in groups.items():
         if len(inside) <= 4:
-            found += [(labels, f"{name}{done}") for done, labels in inside.items()]
+            found += [(labels, f"{name}{done}{known}") for done, labels in inside.items()]
         else:
             labels = [label for entry in inside.values() for label in entry]
             least, most = (pick(labels, key=lambda label: phases[label].done or 0) for pick in (min, max))
             ends = f"{phases[least].done or 0}/{phases[least].total} ({least}) to {phases[most].done or 0}"
-            found.append((labels, f"{name} {ends}/{phases[most].total}"))
+            found.append((labels, f"{name} {ends}/{phases[most].total}{known}"))
     found.sort(key=lambda item: -len(item[0]))
     shown = "; ".join(f"{format_ranks(labels)} {what}" for labels, what in found[:8])
     more = f"; {len(found) - 8} more" if len(found) > 8 else ""
@@ -135,6 +140,14 @@ def _phase_lines(words: Words) -> list[str]:
     gone = words.judgement.gone
     lines += [words.line(f"gone: {format_ranks(entry.ranks)}: {entry.words}", 400) for entry in gone[:8]]
     return lines
+
+
+def _corrected(place: Reached | None) -> str:
+    if place is None:
+        return ""
+    if place.by is not None:
+        return f" by the log, {place.phase} by the stack"
+    return " (over)" if place.over else ""
 
 
 def _stack_lines(words: Words, limit: int) -> list[str]:

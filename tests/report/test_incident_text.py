@@ -76,6 +76,17 @@ def test_summary_is_short_for_any_number_of_ranks(count):
         assert "[TP1] line 2" in text
 
 
+def test_log_and_stacks_that_differ_are_both_told():
+    """The verdict is by both; what stands below it must not say something else."""
+    dumps = [dump(0, "all_reduce", "init_memory_pool"), dump(1, "all_reduce", "main")]
+    phases = {f"TP{n}": RankPhase("weight_load", 0.0, 64, 64, left=1.0) for n in range(2)}
+    found = words(dumps, phases=phases, judgement=None)
+    text = summary(found, "/where")
+    assert "phases: TP0 weight_load 64/64 by the log, kv_cache by the stack; TP1 weight_load 64/64 (over)" in text
+    ranks = incident_json.body(found, None, [], {})["ranks"]
+    assert [(ranks[n]["phase"], ranks[n]["done"]) for n in ("TP0", "TP1")] == [("kv_cache", None), ("weight_load", 64)]
+
+
 def test_every_rank_without_a_stack_says_why_and_ptrace_is_said_once():
     dumps = [
         dump(0, "all_reduce"),
