@@ -50,7 +50,7 @@ def configure(parser: argparse.ArgumentParser) -> None:
     parser.epilog = "exit codes:\n" + "\n".join(
         f"  {line}"
         for line in (
-            "0  ready; with --check: whole",
+            "0  ready; with --check: whole; --zip: all of it; --issue, --render, --html: written",
             "1  it failed: crash, oom, config, unsupported_arch, port, leak, infra; --check: not whole; --zip: not all",
             "2  a file cannot be read, or a wrong option",
             "3  hang; of logs alone stalled: neither failed nor ready, which cannot tell slow from hung",

@@ -14,6 +14,7 @@ import pytest
 from ..engines import uses_gpus
 from ..errors import GpuserveError, ServerError, SpecError
 from ..gpu import Gpu, Reading, query, visible
+from ..text import escape
 from .marks import capabilities, names_an_architecture
 from .state import ERROR, LACKS, PROBLEM, WANTED, State, uses_pool
 
@@ -58,13 +59,13 @@ def _lacks(item: pytest.Item, reason: str, state: State) -> NoReturn:
     if state.settings.strict_arch:
         text = f"{reason} (failed, not skipped, because of --gpuserve-strict-arch)"
         _refuse(item, ServerError(text, verdict="infra"))
-    pytest.skip(reason)
+    pytest.skip(escape(reason))
 
 
 def _refuse(item: pytest.Item, error: GpuserveError) -> NoReturn:
     """Fail the set-up, and have its report say of what kind the failure is: the test itself was never run."""
     item.stash[ERROR] = error
-    pytest.fail(str(error), pytrace=False)
+    pytest.fail(escape(str(error)), pytrace=False)
 
 
 def skip_excluded(item: pytest.Item, cell: Cell) -> None:

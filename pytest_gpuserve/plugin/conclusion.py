@@ -176,7 +176,7 @@ class Conclusions:
             directory.mkdir(parents=True, exist_ok=True)
             path = place_of(directory, FILE, SCHEMA, self._written)
             if not self._written and path.name != FILE:
-                self._state.ledger.trouble(f"{directory / FILE} is not ours and stays as it is: see {path.name}")
+                self._state.ledger.gave_way(directory / FILE, path)
             self._written.append(path)
             draft = path.with_name(f".{path.name}")
             draft.write_text(json.dumps(shown, indent=1) + "\n", encoding="utf-8")

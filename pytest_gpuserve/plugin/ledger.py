@@ -7,6 +7,8 @@ from dataclasses import asdict, dataclass, field
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from pathlib import Path
+
     from ..errors import ServerStartError
     from ..server.handle import Server
     from ..spec import ServerSpec
@@ -70,6 +72,10 @@ class Ledger:
 
     def trouble(self, text: str) -> None:
         self.troubles.append(text)
+
+    def gave_way(self, theirs: Path, ours: Path) -> None:
+        """A file of ours got another name, because somebody else's has it."""
+        self.trouble(f"{theirs} is not ours and stays as it is: see {ours.name}")
 
     def to_json(self) -> dict[str, Any]:
         """Values that execnet can carry to the controller."""

@@ -74,7 +74,7 @@ def open_log(state: State) -> ResultsLog | None:
         state.ledger.trouble(f"results.jsonl cannot be written in {where}: {error.strerror}")
         return None
     if log.path.name != FILE:
-        state.ledger.trouble(f"{log.path.with_name(FILE)} is not ours and stays as it is: see {log.path.name}")
+        state.ledger.gave_way(log.path.with_name(FILE), log.path)
     return log
 
 

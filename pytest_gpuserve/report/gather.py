@@ -11,7 +11,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
-from typing import Generic, TypeVar
+from typing import Any, Generic, TypeVar
 
 from .. import gpu, procfs
 from ..diagnose import coredump, flight, locks, machine, ras
@@ -80,10 +80,17 @@ def gpus(record: ServerRecord, pids: Iterable[int], limit: float = 5.0) -> tuple
     return used or gpu.visible(found, ",".join(record.gpus) or None)
 
 
-def progress(directory: Path) -> Progress | None:
-    """What the watcher saw; None when none watches, or none has of late."""
+def watcher_notes(directory: Path) -> Any:
+    """The object of ``progress.json``, or something of another shape where none watches, or none is whole."""
     try:
-        found = json.loads((directory / "progress.json").read_bytes())
+        return json.loads((directory / "progress.json").read_bytes())
+    except (OSError, ValueError):
+        return {}
+
+
+def progress(found: Any) -> Progress | None:
+    """What the watcher saw, by its notes; None when none watches, or none has of late."""
+    try:
         if time.monotonic() - found["monotonic"] > _FRESH:
             return None
         return Progress(
@@ -94,7 +101,7 @@ def progress(directory: Path) -> Progress | None:
             moving=tuple(map(str, found.get("moving") or ())),
             history=tuple(found.get("history") or ()),
         )
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError, AttributeError):
         return None
 
 
@@ -268,7 +275,8 @@ class Scene:
         pids = [d.process.pid for d in last if d.state not in "ZX"]
         labels = {d.label for d in last if d.role.rank is not None} | set(self.log.phases)
         wanted = expected(record, labels)
-        seen = progress(record.directory)
+        noted = watcher_notes(record.directory)
+        seen = progress(noted)
         since, before = time.monotonic() - self.began, self.before
         line = logs.flood(record.log, self.log_size)
         self.flood = "" if self._serves(seen) else line
@@ -291,7 +299,7 @@ class Scene:
             axes={axis: value.name for axis, value in record.spec.axes},
             tp=record.spec.tp,
             log=self.facts,
-            memory=machine.memory(pids, oom_before=oom_before(record.directory)),
+            memory=machine.memory(pids, oom_before=oom_before(noted)),
             gpus=self.gpus,
             shm_free=machine.shm_free(),
             nccl=machine.nccl_variables(environment),
@@ -313,12 +321,12 @@ def requests_in_flight(directory: Path) -> int | None:
     return found.count if found.begun else None
 
 
-def oom_before(directory: Path) -> int | None:
-    """The kernel's count of kills for memory when the watch began."""
+def oom_before(found: Any) -> int | None:
+    """The kernel's count of kills for memory when the watch began, by the watcher's notes."""
     try:
-        value = json.loads((directory / "progress.json").read_bytes())["oom_before"]
+        value = found["oom_before"]
         return int(value) if value is not None else None
-    except (OSError, ValueError, KeyError, TypeError):
+    except (ValueError, KeyError, TypeError):
         return None
 
 

@@ -106,7 +106,7 @@ class Taking:
         self._announce()
         scene.log_size, scene.before, scene.began = (
             logs.size_of(record.log),
-            gather.progress(record.directory),
+            gather.progress(gather.watcher_notes(record.directory)),
             time.monotonic(),
         )
         if self._leave is not None:

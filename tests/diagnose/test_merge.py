@@ -6,9 +6,10 @@ from pathlib import Path
 
 import pytest
 
-from pytest_gpuserve.diagnose.merge import format_ranks, is_idle, label_order, merge, place, relabel, telling
+from pytest_gpuserve.diagnose.merge import format_ranks, label_order, merge, place, relabel
 from pytest_gpuserve.diagnose.model import Frame, ThreadStack
 from pytest_gpuserve.diagnose.parse import read_dumps
+from pytest_gpuserve.diagnose.telling import is_idle, telling
 from pytest_gpuserve.engines.base import Rank
 
 STACKS = Path(__file__).parent.parent / "data" / "stacks"

@@ -11,9 +11,10 @@ import pytest
 
 from pytest_gpuserve.diagnose.dump_lines import clean, heading
 from pytest_gpuserve.diagnose.evidence import Evidence
-from pytest_gpuserve.diagnose.merge import merge, telling
+from pytest_gpuserve.diagnose.merge import merge
 from pytest_gpuserve.diagnose.model import Frame
 from pytest_gpuserve.diagnose.parse import as_rounds, read_dumps
+from pytest_gpuserve.diagnose.telling import telling
 from pytest_gpuserve.diagnose.verdict import judge
 
 PAIR = """\

@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from pytest_gpuserve.plugin.ledger import Ledger
 from pytest_gpuserve.plugin.session_results import open_log
 
 pytestmark = pytest.mark.usefixtures("toys")
@@ -208,6 +209,13 @@ CASES = {
         """,
         "the model /models/none does not exist. Change model=*",
     ),
+    "missing model with a command to the terminal": (
+        """
+        @mark.gpuserve(engine="toy", model="/models/no\\x1bne")
+        def test_it(server): pass
+        """,
+        r"the model /models/no\x1bne does not exist. Change model=*",
+    ),
     "command as a line": (
         """
         @mark.gpuserve(engine="toy", command="python -m x")
@@ -320,14 +328,14 @@ def test_artifacts_that_cannot_be_written_name_their_option(tmp_path):
 
 def test_results_of_somebody_else_are_not_written_to(tmp_path):
     (tmp_path / "results.jsonl").write_text('{"theirs": 1}\n')
-    said = []
+    ledger = Ledger()
     settings = SimpleNamespace(artifacts=tmp_path)
-    state = SimpleNamespace(settings=settings, config=object(), ledger=SimpleNamespace(trouble=said.append))
+    state = SimpleNamespace(settings=settings, config=object(), ledger=ledger)
     for _ in range(2):  # the second appends to ours
         log = open_log(state)
         log.put({"nodeid": "t::x"})
         log.close()
-    assert said == [f"{tmp_path}/results.jsonl is not ours and stays as it is: see results-2.jsonl"] * 2
+    assert ledger.troubles == [f"{tmp_path}/results.jsonl is not ours and stays as it is: see results-2.jsonl"] * 2
     assert (tmp_path / "results.jsonl").read_text() == '{"theirs": 1}\n'
     assert (tmp_path / "results-2.jsonl").read_text().count("t::x") == 2
     assert sorted(path.name for path in tmp_path.iterdir()) == ["results-2.jsonl", "results.jsonl"]
