@@ -43,11 +43,18 @@ def render(merged: Merged, max_lines: int) -> str:
 
 
 def _head(merged: Merged) -> list[str]:
-    words = [f"{len(merged.members)} processes in {len(_joined(merged))} classes over {merged.rounds} round(s)"]
+    if not merged.members and not merged.counted:
+        return ["no process was left to look at"]
+    members, classes = _counted(len(merged.members), "process", "es"), _counted(len(_joined(merged)), "class", "es")
+    words = [f"{members} in {classes} over {_counted(merged.rounds, 'round')}"]
     if merged.idle_threads:
-        words.append(f"{merged.idle_threads} idle threads left out")
-    words.extend(f"{count} {role} processes" for role, count in sorted(merged.counted.items()))
+        words.append(f"{_counted(merged.idle_threads, 'idle thread')} left out")
+    words.extend(_counted(count, f"{role} process", "es") for role, count in sorted(merged.counted.items()))
     return [", ".join(words)]
+
+
+def _counted(number: int, thing: str, plural: str = "s") -> str:
+    return f"{number} {thing}{'' if number == 1 else plural}"
 
 
 def _joined(merged: Merged) -> list[tuple[RankClass, list[Member]]]:

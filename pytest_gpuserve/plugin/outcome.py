@@ -203,7 +203,9 @@ def _headline(found: Finding, timeout: float | None) -> str:
     elif found.killed:
         reached = "the server hung"
     elif found.exit_code is not None:
-        return f"{spec} ended by itself with exit code {found.exit_code}."
+        from ..server.readiness import exit_text
+
+        return f"{spec} {exit_text(found.exit_code)}."
     else:
         return ""
     if found.killed and found.cut is not None:

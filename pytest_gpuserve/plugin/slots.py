@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING
 from .. import procfs
 from ..report.incident import command
 from ..server.leases import Lease
-from ..server.readiness import EXITED
+from ..server.readiness import EXITED, exit_text
 from .evidence import Evidence
 from .options import Settings, alarm_limit, incident_limit
 
@@ -51,7 +51,7 @@ class Slot:
         """Why it cannot serve another test; None: it can."""
         if self.retire is None:
             if (code := self.server.exit_code()) is not None:
-                self.retire = f"it ended by itself with exit code {code}"
+                self.retire = f"it {exit_text(code)}"
             elif not self.server.control.alive():
                 self.retire = "its supervisor was killed"
             elif (root := self.server.record.root) is not None and not procfs.same(root):

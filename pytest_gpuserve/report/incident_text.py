@@ -15,6 +15,7 @@ from ..diagnose.merge import Merged, format_ranks
 from ..diagnose.model import Judgement, ProcessDump, ThreadStack
 from ..diagnose.phase_frames import Reached, places
 from ..diagnose.stacks import refused
+from ..server.readiness import EXITED
 from ..text import escape, one_line
 from .blame import Decision
 from .gather import Scene
@@ -58,7 +59,8 @@ def summary(words: Words, where: str) -> str:
         parts += _log_lines(words, 12)
         parts += _machine_lines(words)
     parts += [words.line(note, None) for note in _notes(words)]
-    parts.append(f"{'ended' if words.decision.kill else 'spared'}: {words.line(words.decision.why)}")
+    ended = words.decision.kill or scene.reason == EXITED
+    parts.append(f"{'ended' if ended else 'spared'}: {words.line(words.decision.why)}")
     parts.append(f"dumps: {words.line(where, None)}")
     return "\n".join(parts)
 

@@ -76,6 +76,17 @@ def test_summary_is_short_for_any_number_of_ranks(count):
         assert "[TP1] line 2" in text
 
 
+def test_of_a_server_that_is_gone_nothing_is_said_to_be_spared_or_counted():
+    found = words([])
+    found = replace(
+        found, scene=replace(found.scene, reason="exited"), decision=Decision(False, "it had exited by itself")
+    )
+    text = summary(found, "/where")
+    assert "ended: it had exited by itself" in text
+    assert "no process was left to look at" in text
+    assert "1 process in 1 class over 1 round" in summary(words([dump(0, "main")]), "/where").splitlines()
+
+
 def test_log_and_stacks_that_differ_are_both_told():
     """The verdict is by both; what stands below it must not say something else."""
     dumps = [dump(0, "all_reduce", "init_memory_pool"), dump(1, "all_reduce", "main")]

@@ -9,6 +9,7 @@ from typing import Any, Final
 
 from ... import shell
 from ...phases.labels import format_ranks, label_order
+from ...server.readiness import EXITED
 from ...vocabulary import VERDICTS
 from ..bundle import NAME, PARTS
 from ..pages import REASONS
@@ -106,7 +107,7 @@ def view(folder: Folder) -> IncidentView:
         reason=REASONS.get(text(incident.get("reason"), 60), text(incident.get("reason"), 60)),
         test=text(incident.get("test"), 600),
         when=moment(began),
-        fate=(f"{'ended' if kill else 'spared'}: {why}" if why else "ended" if kill else "spared")
+        fate=": ".join(filter(None, ("ended" if kill or incident.get("reason") == EXITED else "spared", why)))
         if isinstance(kill, bool)
         else "",
         confidence=f"{confidence:.0%}" if confidence is not None and 0 <= confidence <= 1 else "",
