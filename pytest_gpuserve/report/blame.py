@@ -48,6 +48,11 @@ class Decision:
         return EXIT_KILL if self.kill else EXIT_SPARE
 
 
+def fate(kill: bool, reason: str) -> str:
+    """The word before the reason of a decision: a server that had ended by itself was not spared either."""
+    return "ended" if kill or reason == "exited" else "spared"
+
+
 def decide(reason: str, seen: Witnesses) -> Decision:
     """Who pays. A start-up budget is a promise, kept whatever the server does; all else is about evidence."""
     if reason == "manual":

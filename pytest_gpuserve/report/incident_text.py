@@ -15,9 +15,8 @@ from ..diagnose.merge import Merged, format_ranks
 from ..diagnose.model import Judgement, ProcessDump, ThreadStack
 from ..diagnose.phase_frames import Reached, places
 from ..diagnose.stacks import refused
-from ..server.readiness import EXITED
 from ..text import escape, one_line
-from .blame import Decision
+from .blame import Decision, fate
 from .gather import Scene
 
 _WIDTH = 160
@@ -59,8 +58,7 @@ def summary(words: Words, where: str) -> str:
         parts += _log_lines(words, 12)
         parts += _machine_lines(words)
     parts += [words.line(note, None) for note in _notes(words)]
-    ended = words.decision.kill or scene.reason == EXITED
-    parts.append(f"{'ended' if ended else 'spared'}: {words.line(words.decision.why)}")
+    parts.append(f"{fate(words.decision.kill, scene.reason)}: {words.line(words.decision.why)}")
     parts.append(f"dumps: {words.line(where, None)}")
     return "\n".join(parts)
 
@@ -69,8 +67,8 @@ def sections(words: Words) -> dict[str, list[str]]:
     """The blocks of lines that reports show, by title; redacted and escaped, empty ones left out."""
     found = {
         "Phases": _phase_lines(words),
-        "Stacks": _stack_lines(words, 60),
-        "Last lines of the log": _log_lines(words, 40),
+        "Stacks": _stack_lines(words, 60) if words.merged.members else [],
+        "Last lines of the log": _log_lines(words, 40)[1:],  # less its own title
         "Machine": _machine_lines(words),
         "The test's process": _owner_lines(words),
         "Notes": [words.line(note, None) for note in _notes(words)],

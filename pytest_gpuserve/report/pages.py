@@ -10,6 +10,7 @@ from .. import shell
 from ..diagnose.merge import format_ranks
 from ..diagnose.model import Gone
 from ..vocabulary import LOG_LIMIT, PHASES
+from .blame import fate
 from .markdown import block, code, plain
 
 REASONS: Final = {
@@ -30,13 +31,13 @@ def verdict_page(incident: Mapping[str, Any]) -> str:
     spec_id = plain(incident.get("id"))
     test = f" in {plain(incident['test'])}" if incident.get("test") else ""
     reason = REASONS.get(str(incident.get("reason"))) or plain(incident.get("reason"))
-    fate = "ended" if incident.get("kill") else "spared"
+    became = fate(bool(incident.get("kill")), str(incident.get("reason")))
     lines = [
         f"# {plain(incident.get('verdict'))}: {spec_id}",
         "",
         plain(incident.get("text", "")),
         "",
-        f"{reason}{test}, {moment(incident)}; {fate}: {plain(incident.get('why') or 'it is not known yet why')}. "
+        f"{reason}{test}, {moment(incident)}; {became}: {plain(incident.get('why') or 'it is not known yet why')}. "
         f"Confidence {number(incident.get('confidence')):.2f}.",
         "",
     ]

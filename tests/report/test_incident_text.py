@@ -84,6 +84,10 @@ def test_of_a_server_that_is_gone_nothing_is_said_to_be_spared_or_counted():
     text = summary(found, "/where")
     assert "ended: it had exited by itself" in text
     assert "no process was left to look at" in text
+    page = verdict_page({**incident_json.head(found.scene, 0.0), **incident_json.body(found, None, None, {})})
+    assert "it ended by itself, " in page
+    assert "; ended: it had exited by itself." in page
+    assert "## Stacks" not in page
     assert "1 process in 1 class over 1 round" in summary(words([dump(0, "main")]), "/where").splitlines()
 
 

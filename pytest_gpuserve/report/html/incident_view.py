@@ -9,8 +9,8 @@ from typing import Any, Final
 
 from ... import shell
 from ...phases.labels import format_ranks, label_order
-from ...server.readiness import EXITED
 from ...vocabulary import VERDICTS
+from ..blame import fate
 from ..bundle import NAME, PARTS
 from ..pages import REASONS
 from . import curves, log_view, timeline_view, tree
@@ -107,9 +107,7 @@ def view(folder: Folder) -> IncidentView:
         reason=REASONS.get(text(incident.get("reason"), 60), text(incident.get("reason"), 60)),
         test=text(incident.get("test"), 600),
         when=moment(began),
-        fate=": ".join(filter(None, ("ended" if kill or incident.get("reason") == EXITED else "spared", why)))
-        if isinstance(kill, bool)
-        else "",
+        fate=": ".join(filter(None, (fate(kill, text(incident.get("reason"))), why))) if isinstance(kill, bool) else "",
         confidence=f"{confidence:.0%}" if confidence is not None and 0 <= confidence <= 1 else "",
         took=seconds(number(incident.get("seconds"))),
         warnings=tuple(_warnings(incident)),
@@ -187,9 +185,8 @@ def _gpu(gpu: Mapping[str, Any]) -> tuple[str, ...]:
 
 def _machine(memory: Mapping[str, Any]) -> Iterator[str]:
     resident, limit, virtual = (number(memory.get(name)) for name in ("resident", "limit", "virtual"))
-    if resident is None:
-        return
-    yield f"{size(resident)} resident{f' of {size(limit)}' if limit else ''}"
+    if resident:
+        yield f"{size(resident)} resident{f' of {size(limit)}' if limit else ''}"
     if virtual:
         yield f"{size(virtual)} of address space (reserved, not used)"
     if kills := number(memory.get("oom_kills")):
