@@ -11,6 +11,7 @@ import pytest
 
 from pytest_gpuserve.isolation.conclude import conclude, from_json
 from pytest_gpuserve.plugin import conclusion
+from pytest_gpuserve.plugin.ledger import Ledger
 
 MODULE = """
 from pytest import mark
@@ -66,12 +67,12 @@ def session(tmp_path: Any) -> Any:
     config = SimpleNamespace(
         pluginmanager=SimpleNamespace(get_plugins=list), invocation_params=SimpleNamespace(dir=tmp_path)
     )
-    troubles: list[str] = []
+    ledger = Ledger()
     state = SimpleNamespace(
         config=config,
         settings=SimpleNamespace(action="run", artifacts=tmp_path / "a"),
-        ledger=SimpleNamespace(trouble=troubles.append),
-        troubles=troubles,
+        ledger=ledger,
+        troubles=ledger.troubles,
         counted=False,
     )
     found = conclusion.Conclusions(state)  # type: ignore[arg-type]
