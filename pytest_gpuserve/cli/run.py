@@ -41,7 +41,7 @@ _EXIT_CODES = (
     "its own    the server ended by itself (128+N: by signal N; 1 for a code 0 before it was ready or after a crash)",
     "2          usage, or there can be no such server",
     f"{HUNG}          it hung: dumped, named, ended (--attach: it was hung when it ended)",
-    "130, 143   Ctrl-C, SIGTERM: nothing of it is left (--attach: it runs on)",
+    "130, 143   Ctrl-C, SIGTERM: nothing of it is left, or it is said what is (--attach: it runs on)",
 )
 
 
@@ -91,13 +91,16 @@ def run(arguments: argparse.Namespace) -> int:
         raise GpuserveError("give either the server's command, after --, or --attach URL.")
     screen = Screen()
     received: list[int] = []
+    own: _Run | None = None
     with as_interrupt(received):
         try:
             if arguments.attach:
                 return attach(arguments, screen)
-            return _Run(arguments, screen).run()
+            own = _Run(arguments, screen)
+            return own.run()
         except KeyboardInterrupt:
-            screen.say("the watch has ended; the server runs on." if arguments.attach else "nothing of it is left.")
+            ended = own.left() if own else "nothing of it is left."
+            screen.say("the watch has ended; the server runs on." if arguments.attach else ended)
             return 128 + received[0]
 
 
@@ -174,6 +177,14 @@ class _Run:
             return self._serve(server)
         finally:
             _end(watcher)
+
+    def left(self) -> str:
+        """What is left of a server that was to end, in words."""
+        events = Control(self._directory).events() if self._directory else []
+        left = [f"{event.data['pid']} (state {event.data['state']})" for event in events if event.kind == "left"]
+        if not left:
+            return "nothing of it is left."
+        return f"of its processes {', '.join(left)} would not die. `gpuserve reap` tells when they are gone."
 
     def _serve(self, server: Server) -> int:
         """From ready to its end."""

@@ -21,7 +21,7 @@ import pytest
 
 from pytest_gpuserve import procfs
 from pytest_gpuserve.cli import main
-from pytest_gpuserve.cli.run import shell_code
+from pytest_gpuserve.cli.run import _Run, shell_code
 
 SIM = (sys.executable, "-m", "pytest_gpuserve.sim", "--tp", "2", "--quiet")
 QUICK = ("--stall-timeout", "3", "--probe-every", "0.5", "--grace", "2")
@@ -255,6 +255,33 @@ def test_what_cannot_be_watched_is_said(
     monkeypatch.setenv("GPUSERVE_STATE", str(tmp_path / "state"))
     assert main(["run", *arguments]) == 2
     assert words in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("events", "words"),
+    [
+        ([], "nothing of it is left"),
+        (
+            [{"event": "left", "pid": 41, "state": "D"}, {"event": "stopped"}],
+            "of its processes 41 (state D) would not die",
+        ),
+    ],
+)
+def test_ctrl_c_tells_what_would_not_die(
+    events: list[dict[str, Any]], words: str, capsys: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def interrupted(self: Any) -> int:
+        self._directory = tmp_path
+        signal.raise_signal(signal.SIGINT)
+        return 0
+
+    lines = [json.dumps({"time": 1.0, "monotonic": 1.0, **event}) + "\n" for event in events]
+    (tmp_path / "events.jsonl").write_text("".join(lines))
+    monkeypatch.setattr(_Run, "run", interrupted)
+    assert main(["run", "--", *SIM]) == 130
+    printed = capsys.readouterr()
+    assert words in printed.out + printed.err
+    assert ("nothing of it is left" in printed.out + printed.err) == (not events)
 
 
 def test_a_port_of_another_server_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
