@@ -156,6 +156,7 @@ class _Run:
             screen.say(text)
         watcher = start_watcher(session_directory(), self._watch())
         self._launched = time.monotonic()
+        server: Server | None = None
         try:
             try:
                 server = start(
@@ -176,7 +177,11 @@ class _Run:
                 self._end_display()
             return self._serve(server)
         finally:
-            _end(watcher)
+            try:
+                if server is not None:  # wherever Ctrl-C came since
+                    _stop(server)
+            finally:
+                _end(watcher)
 
     def left(self) -> str:
         """What is left of a server that was to end, in words."""
@@ -191,19 +196,14 @@ class _Run:
         took = time.monotonic() - self._launched
         self._screen.say(f"{server.spec.id} is ready after {took:.0f} s at {server.url}; Ctrl-C ends it.")
         canary = Canary(server.record, self._engine.ready(server.spec), self._arguments.probe_every, self._screen.say)
-        canary.start()
         try:
+            canary.start()
             while server.control.alive() and not server.control.last("exited", "killing"):
                 self._tell(server)
                 time.sleep(0.2)
             return self._fate(server)
         finally:
             canary.stop()
-            try:
-                server.stop()
-            except KeyboardInterrupt:  # a second Ctrl-C: now
-                server.stop(0.0)
-                raise
 
     def _fate(self, server: Server) -> int:
         """It has ended: how, in words and as exit code."""
@@ -298,6 +298,14 @@ class _Run:
 def shell_code(code: int, crashed: bool) -> int:
     """As a shell has it; a server that crashed and says 0 (vLLM after a worker's death) is none that is well."""
     return 128 - code if code < 0 else code or int(crashed)
+
+
+def _stop(server: Server) -> None:
+    try:
+        server.stop()
+    except KeyboardInterrupt:  # a second Ctrl-C: now
+        server.stop(0.0)
+        raise
 
 
 def _end(watcher: subprocess.Popen[bytes]) -> None:

@@ -145,6 +145,23 @@ def test_progress_then_ready_then_ctrl_c(runs: Runs) -> None:
     assert runs.left() == []
 
 
+INTERRUPTED = """
+import signal, sys, time
+from pytest_gpuserve.cli import canary, main
+canary.Canary.__init__ = lambda *_: signal.raise_signal(signal.SIGINT)
+print("code", main(["run", *sys.argv[1:]]), flush=True)
+time.sleep(600)
+"""
+
+
+def test_ctrl_c_at_the_moment_it_is_ready_leaves_nothing(runs: Runs) -> None:
+    """Between the launch and the watch: nothing else ends the server, since who launched it lives on."""
+    run = runs.start(sys.executable, "-c", INTERRUPTED, *QUICK, "--", *SIM, "--port", str(free_port()))
+    run.says(r"nothing of it is left\.\n")
+    run.says(r"code 130\n")
+    assert runs.left() == []
+
+
 def test_a_hang_while_it_serves_is_dumped_and_ended(runs: Runs) -> None:
     """Nobody but the canary asks it anything: its third completion hangs."""
     fault = "sleep@serving:rank=1:requests=2"
