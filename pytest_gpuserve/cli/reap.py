@@ -13,6 +13,8 @@ from ..server.gpu_holders import DEVICES, Holder, View
 from ..server.paths import existing_state
 from ..text import one_line
 
+_SPARED = "  [spared: others may use it; where nobody does, end it by its pid]"
+
 
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
@@ -38,7 +40,8 @@ def configure(parser: argparse.ArgumentParser) -> None:
 
 
 def run(arguments: argparse.Namespace) -> int:
-    """0: there was nothing, or all of it is gone. 1: there is something, or something stayed."""
+    """0: there was nothing, or all of it is gone (daemons that are spared count as nothing). 1: there is something, or
+    something stayed."""
     if arguments.devices is None:
         if arguments.kill or arguments.pid:
             raise GpuserveError("--kill and --pid choose among the holders of GPUs: give --devices too.")
@@ -68,20 +71,23 @@ def _sessions(yes: bool, grace: float) -> int:
         return 0
     for leftover in found:
         where = f"  ({one_line(str(leftover.directory))})" if leftover.directory else ""
-        print(f"{leftover.name}{where}{f': {leftover.waits}' if leftover.waits else ''}")
-        for seen in leftover.processes:
-            print(f"  {seen.id.pid:>8}  {one_line(seen.user):<12} {_age(seen.age):>8}  {one_line(seen.command, 100)}")
+        why = one_line(leftover.waits or leftover.problem)
+        print(f"{leftover.name}{where}{f': {why}' if why else ''}")
+        for seen in (*leftover.processes, *leftover.spared):
+            note = _SPARED if seen in leftover.spared else ""
+            command = one_line(seen.command, 100)
+            print(f"  {seen.id.pid:>8}  {one_line(seen.user):<12} {_age(seen.age):>8}  {command}{note}")
         for name in (leftover.files or {}).values():
             print(f"  /dev/shm/{one_line(name)}")
     if not yes:
-        if any(not leftover.waits for leftover in found):
+        if any(leftover.endable for leftover in found):
             print("Nothing was touched: --yes ends these processes and unlinks these files.")
-        return 1
+        return 1 if any(leftover.endable or leftover.waits or leftover.problem for leftover in found) else 0
     swept = reaper.free(found, grace=grace, limit=grace + 30.0)
-    if not swept.left and not swept.problems:
+    if not swept.left and swept.complete:
         reaper.sweep_dead_sessions()  # the files around them
-    print(swept.text or "Nothing had to be ended.")
-    return 1 if swept.left or swept.kept or swept.waiting or swept.problems else 0
+    print(swept.text or ("Nothing was ended." if swept.waiting else "Nothing had to be ended."))
+    return 1 if swept.left or swept.kept or swept.waiting or swept.problems or not swept.complete else 0
 
 
 # GPUs

@@ -11,6 +11,11 @@ from contextlib import suppress
 PREFIX = "gpuserve-"
 
 
+def ours(path: str) -> bool:
+    """Whether this is where :func:`make` makes one: what a journal says is not taken on trust."""
+    return path.startswith("/") and ".." not in path.split("/") and os.path.basename(path).startswith(PREFIX)
+
+
 def own() -> str:
     """The directory of this process's cgroup; "" where there is no cgroup v2."""
     with suppress(OSError, IndexError), open("/proc/self/cgroup") as groups, open("/proc/self/mountinfo") as mounts:
@@ -60,7 +65,7 @@ def kill(path: str, spare: Collection[int]) -> bool:
 
 def remove(path: str) -> None:
     """Give it back; what is left in it (a daemon that others use) goes where we are."""
-    if path and os.path.basename(path).startswith(PREFIX):
+    if ours(path):
         for pid in members(path):
             with suppress(OSError):
                 _write(os.path.dirname(path), "cgroup.procs", str(pid))

@@ -13,7 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from .. import procfs
+from .. import foreign, procfs
 from ..errors import ServerError
 from ..procfs import ProcessId
 from . import cgroup
@@ -84,16 +84,12 @@ class Control:
 
     def events(self, since: int = 0) -> list[Event]:
         """All events but the first ``since``. Read from the disk: works when the supervisor is dead."""
-        with contextlib.suppress(OSError), open(self.directory / "events.jsonl", "rb") as file:
+        with contextlib.suppress(OSError), foreign.opened(self.directory / "events.jsonl", follow=False) as file:
             file.seek(self._offset)
-            data = file.read()
+            data = file.read(foreign.MOST_JSON)  # more: the next time
             whole = data.rfind(b"\n") + 1  # a line that is being written, or was cut by a full disk, is read later
             self._offset += whole
-            for line in data[:whole].splitlines():
-                with contextlib.suppress(ValueError, KeyError, TypeError):
-                    entry = json.loads(line)
-                    kind, when, monotonic = entry.pop("event"), entry.pop("time"), entry.pop("monotonic")
-                    self._events.append(Event(kind, when, monotonic, entry))
+            self._events += filter(None, map(_event, data[:whole].splitlines()))
         return self._events[since:]
 
     def last(self, *kinds: str) -> Event | None:
@@ -159,6 +155,19 @@ class Control:
         return found
 
 
+def _event(line: bytes) -> Event | None:
+    """None: it is none (a disk that was full, a file that somebody else wrote)."""
+    try:
+        entry = json.loads(line)
+    except (ValueError, RecursionError):
+        return None
+    match entry:
+        case {"event": str(kind), "time": int() | float() as when, "monotonic": int() | float() as monotonic}:
+            data = {key: value for key, value in entry.items() if key not in ("event", "time", "monotonic")}
+            return Event(kind, when, monotonic, data)
+    return None
+
+
 def sweep_cookie(cookie: str, directory: Path | None = None, *, grace: float = 0.0, limit: float = 30.0) -> list[int]:
     """End what a dead supervisor's server left: carriers of exactly this cookie and their descendants.
 
@@ -186,10 +195,14 @@ def end_request(cookie: str, grace: float, group: str = "") -> dict[str, Any]:
 
 def group_of(events: Sequence[Event]) -> str:
     """The cgroup that a server's supervisor made for it; "": none."""
-    return next((str(event.data["path"]) for event in events if event.kind == "cgroup"), "")
+    paths = (event.data.get("path") for event in events if event.kind == "cgroup")
+    return next((path for path in paths if isinstance(path, str) and cgroup.ours(path)), "")
 
 
 def noted_files(events: Sequence[Event]) -> dict[str, str]:
     """Inode and name of the files in /dev/shm that were seen in a server's hands and not unlinked by its supervisor."""
-    gone = {event.data["name"] for event in events if event.kind == "unlinked"}
-    return {str(e.data["inode"]): e.data["name"] for e in events if e.kind == "shm" and e.data["name"] not in gone}
+    gone = {str(event.data.get("name")) for event in events if event.kind == "unlinked"}
+    noted = ((event.data.get("inode"), event.data.get("name")) for event in events if event.kind == "shm")
+    return {
+        str(inode): name for inode, name in noted if type(inode) is int and isinstance(name, str) and name not in gone
+    }

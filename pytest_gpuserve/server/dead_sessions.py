@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
-from .. import procfs
+from .. import foreign, procfs
 from ..procfs import ProcessId
 from .paths import MARKER, SCRATCH, SESSIONS, here
 
@@ -76,7 +76,10 @@ def _marked(path: Path) -> object:
         OSError, ValueError: it has none that can be read.
     """
     ours = own(os.lstat(path / MARKER), stat.S_ISREG)
-    return json.loads((path / MARKER).read_bytes()) if ours else None
+    try:
+        return json.loads(foreign.whole(path / MARKER, 1 << 16)) if ours else None
+    except RecursionError:
+        return None
 
 
 def _session(path: Path, owner: ProcessId, place: Mapping[str, object]) -> Session | None:

@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import json
 import os
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .. import procfs
+from .. import foreign, procfs
 from ..errors import GpuserveError
 from ..procfs import ProcessId
 from ..redaction.redact import Redactor
@@ -19,6 +20,10 @@ from ..text import escape
 
 ALARM_VARIABLE = "GPUSERVE_ALARM"
 """Environment of what an alarm runs (its value is the server's cookie): never taken for the server's own."""
+
+
+COOKIE = re.compile(r"([1-9][0-9]*):([0-9]+):[0-9a-f]{32}")
+"""What every process of a server carries: pid and start time of the owner, and the server's number."""
 
 
 @dataclass(frozen=True)
@@ -125,7 +130,7 @@ def load(directory: Path) -> ServerRecord:
     """
     path = directory / "server.json"
     try:
-        found = json.loads(path.read_bytes())
+        found = json.loads(foreign.whole(path))
         owner = _process(found["owner"])
         if owner is None:
             raise ValueError("it has no owner")
@@ -151,8 +156,43 @@ def load(directory: Path) -> ServerRecord:
         )
     except OSError as error:
         raise GpuserveError(f"{directory} is no directory of a server: {path.name}: {error.strerror}.") from error
-    except (ValueError, KeyError, TypeError) as error:
+    except (ValueError, KeyError, TypeError, RecursionError) as error:
         raise GpuserveError(f"{path} cannot be read: {error}.") from error
+
+
+def proof(directory: Path) -> tuple[str, ProcessId | None]:
+    """Cookie and supervisor of a server: all that proves what is its own. Also of a record that is broken or of another
+    version, by what its supervisor was told.
+
+    Raises:
+        FileNotFoundError: nothing was launched there.
+        GpuserveError: there is something, and no cookie in it.
+    """
+    found = [read for name in ("server.json", "supervisor.json") if (read := _mapping(directory / name)) is not None]
+    if not found:
+        raise FileNotFoundError(directory)
+    cookies = (entry.get("cookie") for entry in found)
+    cookie = next((text for text in cookies if isinstance(text, str) and COOKIE.fullmatch(text)), None)
+    if cookie is None:
+        raise GpuserveError(
+            f"{directory / 'server.json'} cannot be read, so nothing here tells which processes were its own (gpuserve "
+            "reap lists what carries the cookie of a dead session)"
+        )
+    match found[0].get("supervisor"):
+        case [int(pid), int(start)]:
+            return cookie, ProcessId(pid, start)
+    return cookie, None
+
+
+def _mapping(path: Path) -> dict[str, Any] | None:
+    """None: there is no such file; {}: it is broken."""
+    try:
+        found = json.loads(foreign.whole(path))
+    except FileNotFoundError:
+        return None
+    except (OSError, ValueError, RecursionError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def processes(record: ServerRecord) -> list[procfs.Stat]:

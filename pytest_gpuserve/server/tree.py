@@ -30,6 +30,9 @@ SHARED = ("sccache", "nvidia-cuda-mps", "raylet", "gcs_server")
 """comm of daemons that a server may start and others then use: neither they nor what they start is ended, save ray's
 workers, which hold GPUs."""
 
+GROUP = "gpuserve-"
+"""How the cgroups begin that a supervisor makes (cgroup.py)."""
+
 SHM = os.path.realpath("/dev/shm")
 HOST_IPC, HOST_PIDS = 0xEFFFFFFF, 0xEFFFFFFC  # inode numbers of the kernel's first namespaces
 TRACKER_TIME, GIVE_UP = 0.6, 15.0  # seconds
@@ -123,8 +126,7 @@ def scan(
             marked.add(pid)
     hidden = {supervisor, os.getpid()} | (own | marked if dumping else set())
     members = below({supervisor} | carriers | (set() if dumping else marked), processes, hidden) - hidden
-    daemons = {pid for pid in members if processes[pid].comm in SHARED and processes[pid].session != root}
-    shared = {pid for pid in below(daemons, processes, hidden) if not processes[pid].comm.startswith("ray::")}
+    shared = spared(members, processes, root, hidden)
     return [
         Member(pid, p.start, p.state, b"resource_tracker" in look(pid, "cmdline", skip), pid in shared)
         for pid in members
@@ -132,9 +134,18 @@ def scan(
     ]
 
 
+def spared(
+    members: Collection[int], processes: Mapping[int, Process], root: int, hidden: Collection[int] = ()
+) -> set[int]:
+    """Those of ``members`` that are daemons which others use, and what those started."""
+    daemons = {pid for pid in members if processes[pid].comm in SHARED and processes[pid].session != root}
+    return {pid for pid in below(daemons, processes, hidden) if not processes[pid].comm.startswith("ray::")}
+
+
 def inside(group: str) -> set[int]:
     """Pids in a cgroup of ours; only the server's processes ever got there."""
-    return {int(pid) for pid in read(f"{group}/cgroup.procs").split()} - {0} if group else set()
+    ours = os.path.basename(group).startswith(GROUP)
+    return {int(pid) for pid in read(f"{group}/cgroup.procs").split()} - {0} if ours else set()
 
 
 def shm_files(pid: int, skip: Collection[int]) -> dict[int, str]:

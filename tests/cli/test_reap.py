@@ -19,7 +19,7 @@ from pytest_gpuserve import procfs
 from pytest_gpuserve.cli import main
 from pytest_gpuserve.cli.reap import _table
 from pytest_gpuserve.gpu import Gpu, GpuProcess, Reading
-from pytest_gpuserve.server import gpu_holders
+from pytest_gpuserve.server import gpu_holders, reaper
 
 HOLD = """# \x1b[31mred
 import os, signal, sys, time
@@ -105,6 +105,21 @@ def test_lists_and_frees_what_dead_sessions_left(capsys, hold, device):
     assert f"pid {stray.pid}" in out
     assert live.poll() is None
     assert str(stray.pid) not in reap(capsys)[1]
+
+
+def test_a_daemon_that_others_use_is_no_failure(capsys, hold, device, state, monkeypatch):
+    """Every run of a job that ends with ``reap --yes`` would fail."""
+    cookie, markers = gone_cookie(), state / "sessions" / "1-2-3" / "1-sim" / "markers"
+    markers.mkdir(parents=True)
+    daemon = hold(device, "raylet", GPUSERVE_COOKIE=cookie, GPUSERVE_MARKERS=str(markers))
+    everything = reaper.find_leftovers
+    ours = lambda *where, **how: [one for one in everything(*where, **how) if one.cookie == cookie]  # noqa: E731
+    monkeypatch.setattr(reaper, "find_leftovers", ours)
+    for words in ((), ("--yes",)):
+        code, out, _ = reap(capsys, *words)
+        assert (code, f"{daemon.pid}" in out, "others may use" in out) == (0, True, True)
+        assert "GPUSERVE_STATE" not in out
+    assert daemon.poll() is None
 
 
 def test_devices_lists_everybody(capsys, hold, device):

@@ -9,16 +9,19 @@ import signal
 import subprocess
 import sys
 import time
+import tracemalloc
 import uuid
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from pytest_gpuserve import procfs
-from pytest_gpuserve.server import dead_sessions, paths, reaper
+from pytest_gpuserve.server import dead_sessions, paths, reaper, tree
 from pytest_gpuserve.server.asking import ask_tree
+from pytest_gpuserve.server.control import Control, Event, group_of
 from pytest_gpuserve.server.record import load
 
 SHM = Path("/dev/shm")
@@ -150,13 +153,17 @@ def test_a_live_owner_is_never_touched(own: Any, tagged: Any, state: Path, wait_
     assert "escaped" in tagged.alive(owner.pid).values()
 
 
-def test_a_live_supervisor_ends_its_server_itself(own: Any, tagged: Any, state: Path, wait_for: Wait) -> None:
+def test_a_live_supervisor_ends_its_server_itself(
+    own: Any, tagged: Any, state: Path, wait_for: Wait, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """One that is stopped is told, with what to do: nothing but that one knows all that is the server's."""
     owner, directory = own("ignore-term", "escape")
     supervisor = load(directory).supervisor
     os.kill(supervisor.pid, signal.SIGSTOP)
     try:
         owner.kill()
         owner.wait()
+        real = procfs.stat
         # also when the owner died before it could note its supervisor: that one listens
         record = json.loads((directory / "server.json").read_text())
         for known in (None, record["supervisor"]):
@@ -164,7 +171,12 @@ def test_a_live_supervisor_ends_its_server_itself(own: Any, tagged: Any, state: 
                 (directory / "supervisor.sock").unlink()
             (directory / "server.json").write_text(json.dumps({**record, "supervisor": known}))
             swept = reaper.sweep_dead_sessions()
-            assert (len(swept.waiting), swept.ended, swept.text) == (1, (), "")
+            assert (swept.ended, f"pid {supervisor.pid}, is stopped" in swept.text) == ((), True)
+            assert f"kill -CONT {supervisor.pid}" in swept.text
+            with monkeypatch.context() as patch:
+                patch.setattr(procfs, "stat", lambda pid: (found := real(pid)) and replace(found, state="S"))
+                swept = reaper.sweep_dead_sessions()
+                assert (len(swept.waiting), swept.ended, swept.text) == (1, (), "")
             assert "escaped" in tagged.alive().values()
     finally:
         os.kill(supervisor.pid, signal.SIGCONT)
@@ -369,7 +381,138 @@ def test_a_sweep_never_raises(state: Path, monkeypatch: pytest.MonkeyPatch, tmp_
     (session / "1-server" / "server.json").write_text("{broken")
     (session / "1-server" / "events.jsonl").write_bytes(b"\xff\n[]\n")
     (state / "sessions" / f"{gone_pid().pid}-1-0a0a0a0a").write_text("a file")
-    assert reaper.sweep_dead_sessions() == reaper.Swept()
+    (problem,) = reaper.sweep_dead_sessions().problems
+    assert "server.json cannot be read" in problem
+    assert not (session / dead_sessions.SWEPT).exists(), "a record that nobody can read is not done with"
+
+
+@pytest.mark.parametrize("broken", ["a key less", "no JSON", "deep", "no file"])
+def test_a_record_that_is_broken_or_of_another_version(own: Any, tagged: Any, broken: str) -> None:
+    """The cookie is all that has to be known, and the supervisor was told it too."""
+    owner, directory = own("ignore-term", "escape")
+    kill(directory, owner)
+    path = directory / "server.json"
+    if broken == "a key less":
+        record = json.loads(path.read_text())
+        path.write_text(json.dumps({key: value for key, value in record.items() if key != "own_timeout"}))
+    elif broken == "no file":
+        path.unlink()
+    else:
+        path.write_text("[" * 100_000 if broken == "deep" else "{broken")
+    left = set(tagged.alive())
+    swept = reaper.sweep_dead_sessions(30.0)
+    assert {seen.id.pid for seen in swept.ended} == left != set()
+    assert swept.problems == ()
+
+
+def test_one_sessions_trouble_stops_no_other(own: Any, tagged: Any, state: Path) -> None:
+    """What nothing in its directory proves is ended by hand: the process itself carries the cookie of a dead owner."""
+    (bad, hidden), (good, other) = own("ignore-term", "escape"), own("ignore-term", "escape")
+    kill(hidden, bad)
+    kill(other, good)
+    cookie = load(hidden).cookie
+    found = {leftover.cookie: leftover for leftover in reaper.find_leftovers(state)}
+    mine, others = ({seen.id.pid for seen in found[load(where).cookie].processes} for where in (hidden, other))
+    for name in ("server.json", "supervisor.json"):
+        (hidden / name).write_text("{}")
+    swept = reaper.sweep_dead_sessions(30.0)
+    assert {seen.id.pid for seen in swept.ended} == others
+    assert str(hidden / "server.json") in swept.text
+    assert set(tagged.alive()) == mine != set()
+    (stray,) = [leftover for leftover in reaper.find_leftovers(state, strays=True) if leftover.cookie == cookie]
+    assert (stray.waits, stray.problem, stray.endable) == ("", "", True)
+    assert {seen.id.pid for seen in reaper.free([stray], limit=30.0).ended} == mine
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        b'{"event":"shm","time":1,"monotonic":1}',
+        b'{"event":"shm","time":1,"monotonic":1,"inode":[],"name":{}}',
+        b'{"event":"cgroup","time":1,"monotonic":1,"path":["x"]}',
+        b'{"event":"unlinked","time":1,"monotonic":1}',
+        b'{"event":[],"time":1,"monotonic":1}',
+        b'{"event":"stopped","time":"x","monotonic":1}',
+        b"[1]",
+        b"[" * 100_000,
+        b"\xff",
+    ],
+)
+def test_a_journal_line_that_is_none(own: Any, tagged: Any, line: bytes) -> None:
+    owner, directory = own("ignore-term", "escape")
+    kill(directory, owner)
+    journal = directory / "events.jsonl"
+    journal.write_bytes(line + b"\n" + journal.read_bytes())
+    left = set(tagged.alive())
+    swept = reaper.sweep_dead_sessions(30.0)
+    assert {seen.id.pid for seen in swept.ended} == left != set()
+    assert swept.problems == ()
+
+
+def test_a_journal_that_is_too_large(tmp_path: Path) -> None:
+    with open(tmp_path / "events.jsonl", "w") as journal:
+        journal.write('{"event": "started", "time": 1, "monotonic": 1}\n')
+        journal.truncate(512 << 20)
+    tracemalloc.start()
+    try:
+        assert [event.kind for event in Control(tmp_path).events()] == ["started"]
+        assert tracemalloc.get_traced_memory()[1] < 256 << 20
+    finally:
+        tracemalloc.stop()
+
+
+def test_a_cgroup_that_is_not_ours(tmp_path: Path) -> None:
+    """Whatever a journal says: only what is named as ours is looked into."""
+    for name, ours in (("user.slice", False), ("gpuserve-1-2-0a0a0a0a", True)):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "cgroup.procs").write_text("17\n")
+        path = str(tmp_path / name)
+        assert group_of([Event("cgroup", 1.0, 1.0, {"path": path})]) == (path if ours else "")
+        assert tree.inside(path) == ({17} if ours else set())
+    assert group_of([Event("cgroup", 1.0, 1.0, {"path": "gpuserve-1-2-0a0a0a0a"})]) == ""
+
+
+def test_a_daemon_that_others_use_is_named_and_stays(state: Path) -> None:
+    """Also long after its session was swept, with no advice to ask where we are asked."""
+    owner = gone_pid()
+    cookie = f"{owner.pid}:{owner.start}:{'d' * 32}"
+    markers = state / "sessions" / "1-2-3" / "1-sim-tp1" / "markers"
+    markers.mkdir(parents=True)
+    code = "import time; open('/proc/self/comm', 'w').write('raylet'); print('up', flush=True); time.sleep(300)"
+    env = {**os.environ, "GPUSERVE_COOKIE": cookie, "GPUSERVE_MARKERS": str(markers)}
+    with subprocess.Popen([sys.executable, "-c", code], env=env, stdout=subprocess.PIPE) as daemon:
+        try:
+            assert daemon.stdout is not None
+            assert daemon.stdout.readline() == b"up\n"
+            (found,) = [one for one in reaper.find_leftovers(state, strays=True) if one.cookie == cookie]
+            assert ([one.id.pid for one in found.spared], found.processes, found.waits) == ([daemon.pid], (), "")
+            assert not found.endable
+            swept = reaper.free([found])
+            assert (swept.ended, swept.left, swept.problems, swept.waiting) == ((), (), (), ())
+            assert "others may use" in swept.text
+            assert f"pid {daemon.pid}" in swept.text
+            assert daemon.poll() is None
+        finally:
+            daemon.kill()
+
+
+def test_a_stopped_watcher_is_named(state: Path, wait_for: Wait) -> None:
+    """It ends by itself with its session, once it goes on."""
+    dead = dead_session(state)
+    alive = paths.session_directory()
+    with (
+        decoy("pytest_gpuserve.watch.watcher", "--session", str(dead)) as stopped,
+        decoy("pytest_gpuserve.watch.watcher", "--session", str(alive)) as living,
+        decoy("pytest_gpuserve.watch.watcher", "--session", str(dead)) as running,
+    ):
+        for process in (stopped, living):
+            wait_for(lambda process=process: procfs.cmdline(process.pid)[-2:-1] == ["--session"])
+            process.send_signal(signal.SIGSTOP)
+            wait_for(lambda process=process: procfs.stat(process.pid).state == "T")
+        told = " ".join(found.problem for found in reaper.find_leftovers(state, strays=True))
+        assert f"kill -CONT {stopped.pid}" in told
+        assert str(living.pid) not in told
+        assert str(running.pid) not in told
 
 
 def test_one_sweep_at_a_time(state: Path) -> None:
