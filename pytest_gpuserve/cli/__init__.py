@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import argparse
+import math
 import sys
 from collections.abc import Sequence
 from importlib import import_module
-from typing import NoReturn
+from typing import Any, NoReturn
 
 from .. import __version__
 from ..errors import GpuserveError
@@ -27,10 +28,24 @@ COMMANDS: dict[str, str] = {
 
 
 class Parser(argparse.ArgumentParser):
-    """Its errors repeat what was typed, or came from a file's name: nothing of it is obeyed by the terminal."""
+    """Its errors repeat what was typed, or came from a file's name: nothing of it is obeyed by the terminal.
+
+    An option of ``type=float`` takes numbers from 0 on: a limit of NaN would never be reached.
+    """
+
+    def __init__(self, *args: Any, **kwargs: Any) -> None:
+        super().__init__(*args, **kwargs)
+        self.register("type", float, _number)
 
     def error(self, message: str) -> NoReturn:
         super().error(escape(message))
+
+
+def _number(text: str) -> float:
+    value = float(text)
+    if not 0 <= value < math.inf:
+        raise argparse.ArgumentTypeError(f"{text!r} is no finite number from 0 on")
+    return value
 
 
 def main(argv: Sequence[str] | None = None) -> int:

@@ -13,6 +13,7 @@ from ..errors import ServerStartError
 from ..server.leases import Lease
 from ..server.lifecycle import Limits, start
 from ..server.paths import session_directory
+from ..server.ports import open_to_others
 from ..vocabulary import LOG_LIMIT
 from .bundles import fill
 from .evidence import SESSION_ALARM, Evidence
@@ -74,6 +75,13 @@ def launch(
         raise
     finally:
         live.end(ready=server is not None)
+    if seen := open_to_others(server.record.port, server.record.argv):
+        text = (
+            f"server {spec.id} listens at {', '.join(seen)}, where others of the network reach it: have it bind "
+            "127.0.0.1 (its mark's args or command)"
+        )
+        if text not in state.ledger.troubles:  # once, however often it is started
+            state.ledger.trouble(text)
     for entry in server.incidents():  # soft mode spared it
         state.ledger.incident(
             spec,

@@ -33,7 +33,7 @@ PR_SET_PDEATHSIG, PR_SET_CHILD_SUBREAPER = 1, 36
 RESET = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGCHLD, signal.SIGPIPE, signal.SIGXFSZ)
 LINE_LIMIT, CLIENT_LIMIT = 1 << 20, 16  # bytes of a request, or of events that a full disk keeps waiting; clients
 IN_MOVED_TO, IN_CREATE = 0x80, 0x100
-TREE_START, TREE_SILENCE = 10.0, 1.5  # seconds
+TREE_START, TREE_SILENCE, TREE_RETRY = 10.0, 1.5, 0.1  # seconds
 FASTEST = 1e9  # bytes a second that a server may print: how soon its log must be looked at again
 STARVED = 0.75
 """Part of its limit that a dump gets on top while it waits for a CPU: a busy machine must not cost the stacks."""
@@ -90,7 +90,13 @@ def spawn(
     ``out`` a descriptor: a helper in our session, with a process group of its own; its stderr is ours.
     """
     parent, (told, tell) = os.getpid(), os.pipe()
-    if pid := os.fork():
+    try:
+        pid = os.fork()
+    except OSError:
+        os.close(told)
+        os.close(tell)
+        raise
+    if pid:
         os.close(tell)
         if not isinstance(out, str):
             with suppress(OSError):  # there and here: whoever comes first
@@ -266,7 +272,7 @@ class Tree:
 
     def __init__(self, loop: Loop, hear: Callable[..., None], nofile: tuple[int, int]) -> None:
         self.loop, self.hear, self.nofile = loop, hear, nofile
-        self.asked, self.limit = "", 0.0  # what it is asked; when its silence is too long
+        self.asked, self.limit = "", 0.0  # what it is asked ("start": to be there); when its silence is too long
         self.looks_at, self.stuck, self.skip = 0, 0, list[int]()
         self.start()
 
@@ -278,10 +284,14 @@ class Tree:
         self.loop.watch(self.output, self.read)
         self.pid, self.half_line, self.looks_at = -1, b"", 0
         self.limit = time.monotonic() + TREE_START
-        with suppress(OSError):  # no process to be had now: the pipe closes, and it is tried again
+        try:
             argv = [sys.executable, "-S", "-E", script]
             self.pid, told = spawn(argv, os.environ, "/", stdin=reads, out=writes, nofile=self.nofile)
             os.close(told)
+        except OSError:  # no process to be had now: tried again, but not as fast as we can
+            self.loop.unwatch(self.output)
+            self.output = -1
+            self.asked, self.limit = "start", time.monotonic() + TREE_RETRY
         os.close(reads)
         os.close(writes)
 

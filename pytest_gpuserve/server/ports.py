@@ -7,7 +7,7 @@ import os
 import random
 import socket
 import struct
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Iterator, Sequence
 from contextlib import suppress
 from dataclasses import dataclass
 
@@ -20,6 +20,7 @@ FIRST, LAST = 20000, 32767
 """Below the kernel's usual range for outgoing connections (32768-60999), which could take a port under our feet."""
 
 _LISTEN = "0A"
+_LOOPBACK = ("127.", "::ffff:127.", "::1")
 
 
 @dataclass(frozen=True, slots=True)
@@ -108,6 +109,13 @@ def listeners(number: int) -> Iterator[Listener]:
                 address, _, port = part[1].rpartition(":")
                 if int(port, 16) == number:
                     yield Listener(_address(address, family), number, int(part[9]), int(part[7]))
+
+
+def open_to_others(number: int, argv: Sequence[str]) -> list[str]:
+    """Addresses beyond the loopback interface at which somebody listens on a port, less those that ``argv`` names."""
+    named = {word.rpartition("=")[2] for word in argv}
+    found = {one.address for one in listeners(number)} - named
+    return sorted(address for address in found if not address.startswith(_LOOPBACK))
 
 
 def answering(host: str, number: int) -> list[Listener]:

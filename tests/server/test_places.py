@@ -213,6 +213,22 @@ def test_listeners_and_their_holders(host: str) -> None:
     assert ports.answering(asked, number) == []
 
 
+@pytest.mark.parametrize(
+    ("host", "argv", "told"),
+    [
+        ("0.0.0.0", ["serve", "--host", "127.0.0.1"], ["0.0.0.0"]),
+        ("0.0.0.0", ["serve", "--host=0.0.0.0"], []),
+        ("0.0.0.0", ["serve", "0.0.0.0"], []),
+        ("127.0.0.2", ["serve"], []),
+    ],
+)
+def test_a_listener_that_others_reach(host: str, argv: list[str], told: list[str]) -> None:
+    with socket.socket() as listener:
+        listener.bind((host, 0))
+        listener.listen()
+        assert ports.open_to_others(listener.getsockname()[1], argv) == told
+
+
 def test_the_address_that_answers() -> None:
     with socket.socket() as one, socket.socket() as other:
         one.bind(("127.0.0.1", 0))

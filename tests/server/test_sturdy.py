@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import resource
@@ -137,6 +138,21 @@ def test_a_full_disk_loses_no_line_and_tears_none(tmp_path: Path) -> None:
     journal.emit("four")
     assert [json.loads(line)["event"] for line in path.read_text().splitlines()] == ["one", "two", "three", "four"]
     os.close(good)
+
+
+def test_no_process_to_be_had_is_tried_again_without_haste(monkeypatch: pytest.MonkeyPatch) -> None:
+    def no(*_: object) -> int:
+        raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+
+    found, before = loop.Loop(), len(os.listdir("/proc/self/fd"))
+    monkeypatch.setattr(os, "fork", no)
+    tree = loop.Tree(found, lambda *_: None, resource.getrlimit(resource.RLIMIT_NOFILE))
+    for _ in range(3):
+        assert (tree.asked, tree.pid, found.handlers) == ("start", -1, {}), "nothing that is ready at once"
+        assert 0 < tree.limit - time.monotonic() <= loop.TREE_RETRY
+        tree.replace()
+    os.close(tree.input)
+    assert len(os.listdir("/proc/self/fd")) == before
 
 
 def test_few_descriptors(tmp_path: Path, wait_for: Wait) -> None:
