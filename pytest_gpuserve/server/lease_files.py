@@ -22,7 +22,7 @@ import os
 import secrets
 import stat
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -175,6 +175,31 @@ def locked(path: Path) -> bool:
     finally:
         os.close(descriptor)
     return False
+
+
+def stuck_locks(root: Path, devices: Iterable[Device]) -> str:
+    """Who keeps the locks of all decisions and of these devices although it cannot let go of them (it is stopped, or in
+    a driver); "" when nobody does. Everybody else has them for a moment only."""
+    parts = []
+    for path in (root / "mutex", *(device(root, which) for which in devices)):
+        for pid in _lockers(path):
+            found = procfs.stat(pid)
+            if found and found.state in "TtD":
+                how = (
+                    f"is stopped (kill -CONT {pid} lets it go on)" if found.state in "Tt" else "is stuck in the kernel"
+                )
+                parts.append(f"the lock {path.name} is held by pid {pid} ({owner(pid)}), which {how}")
+    return "; ".join(parts)
+
+
+def _lockers(path: Path) -> set[int]:
+    """Processes that took the lock of this file, as far as they can be seen from here."""
+    try:
+        inode = str(path.lstat().st_ino)
+    except OSError:
+        return set()
+    lines = (line.split() for line in procfs.read("/proc/locks").decode(errors="replace").splitlines())
+    return {int(part[4]) for part in lines if part[1] == "FLOCK" and part[5].rpartition(":")[2] == inode} - {0, -1}
 
 
 def _still_there(path: Path, descriptor: int) -> bool:

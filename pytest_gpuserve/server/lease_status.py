@@ -190,6 +190,7 @@ def wait_text(
         *(f"{q.device} in quarantine: {q.why.rstrip('.')}" for q in broken.values()),
         ", ".join(f"{_who(e.body)} is before us and waits for {e.body.get('count')}" for e in ahead),
     ]
+    parts.append(files.stuck_locks(root, pool.devices))
     return f"Waiting for {count} of {len(pool.devices)} GPUs: {'; '.join(filter(None, parts)) or 'being freed'}."
 
 

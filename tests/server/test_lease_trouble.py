@@ -5,7 +5,9 @@ from __future__ import annotations
 import errno
 import json
 import os
+import signal
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from dataclasses import replace
@@ -111,6 +113,34 @@ def test_the_lock_of_all_decisions_is_waited_for_no_longer_than_said(root: Path)
     os.close(held)
     with lease_files.mutex(root, 0.05) as mine:
         assert mine
+
+
+LOCK = """
+import sys, time
+from pathlib import Path
+from pytest_gpuserve.server import lease_files
+lock = lease_files.try_lock(Path(sys.argv[1]))
+print("locked", flush=True)
+time.sleep(300)
+"""
+
+
+@pytest.mark.parametrize("name", ["mutex", "device"])
+def test_who_keeps_a_lock_while_it_is_stopped(root: Path, name: str) -> None:
+    pool = gpu_pool.gpu_pool("virtual:1", {})
+    path = root / "mutex" if name == "mutex" else lease_files.device(root, pool.devices[0])
+    with subprocess.Popen([sys.executable, "-c", LOCK, str(path)], stdout=subprocess.PIPE) as holder:
+        try:
+            assert holder.stdout is not None
+            assert holder.stdout.readline() == b"locked\n"
+            assert "being freed" in lease_status.wait_text(root, "9", 1, pool, {}, {})
+            holder.send_signal(signal.SIGSTOP)
+            while procfs.stat(holder.pid).state != "T":
+                time.sleep(0.01)
+            with pytest.raises(LeaseError, match=f"{path.name} is held by pid {holder.pid} .*kill -CONT {holder.pid}"):
+                leases.acquire(1, pool, on_wait=str, evict_idle=bool, limit=0.1)
+        finally:
+            holder.kill()
 
 
 @pytest.mark.parametrize("body", [b"", b"[]", b"{", b"\xff", b'{"devices": 3}', b'{"devices": [["GPU-1"]]}'])
