@@ -2,7 +2,7 @@
 
     python benchmarks/mutants.py [FILE...] [--jobs N] [--sample N] [--again FILE] [--seed 1] [--json FILE]
 
-Default: diagnose/merge.py, isolation/search.py and isolation/conclude.py, each against the tests of its own. Each is
+Default: those of TESTS (who is stuck where, the search, the conclusion), each against the tests of its own. Each is
 one change in a copy of the package: a comparison turned round or made strict, ``and`` for ``or``, a condition negated,
 a number one larger, an operator exchanged, a statement left out; types, which nothing reads at run time, stay. Prints
 the survivors; each is to be killed by a test, or, where it changes nothing that can be seen, explained in ``EQUAL``
@@ -28,15 +28,18 @@ from functools import partial
 from pathlib import Path
 
 ROOT = Path(__file__).parent.parent
+STACKS = (
+    "tests/diagnose/test_merge.py",
+    "tests/diagnose/test_verdict.py",
+    "tests/diagnose/test_signatures.py",
+    "tests/diagnose/test_evidence.py",
+    "tests/diagnose/test_mechanism.py",
+    "tests/diagnose/test_pastes.py",
+)
 TESTS = {
-    "diagnose/merge.py": (
-        "tests/diagnose/test_merge.py",
-        "tests/diagnose/test_verdict.py",
-        "tests/diagnose/test_signatures.py",
-        "tests/diagnose/test_evidence.py",
-        "tests/diagnose/test_mechanism.py",
-        "tests/diagnose/test_pastes.py",
-    ),
+    "diagnose/merge.py": STACKS,
+    "diagnose/telling.py": STACKS,
+    "diagnose/conduct.py": STACKS,
     "isolation/search.py": ("tests/isolation/test_search.py",),
     "isolation/conclude.py": ("tests/isolation/test_conclude.py",),
 }
@@ -44,8 +47,8 @@ NEVER_JUST = "a probability, a rate, a time or a cost is never just that number"
 BOUND = "a bound of work, one more or less"
 TIE = "either of two that are worth the same"
 EQUAL: dict[str, dict[str, str]] = {
+    "diagnose/conduct.py": {"seconds <= 0.2  ->  seconds < 0.2": NEVER_JUST},
     "diagnose/merge.py": {
-        "seconds <= 0.2  ->  seconds < 0.2": NEVER_JUST,
         "True  ->  False   in: members = _whole_paths([_member(dumps, label) for dumps, label in "
         "zip(classed, names, strict=True)])": "they are equally long",
         "0  ->  1   in: frames, found, same, leaf = ((), None, 0, None)": "one round is not frozen either",

@@ -19,7 +19,7 @@ import pytest
 
 from .. import foreign
 from ..errors import SpecError
-from .options import assignments
+from .option_values import assignments
 
 
 def named(config: pytest.Config, kind: str, name: str) -> tuple[Mapping[str, Any], str]:

@@ -11,7 +11,8 @@ import pytest
 from ..errors import EngineError, SpecError
 from ..spec import AXES, ServerSpec, merge
 from .named import named
-from .options import LIMITS, Settings, seconds
+from .option_values import seconds
+from .options import LIMITS, Settings
 
 if TYPE_CHECKING:
     from ..isolation.figures import Expectation

@@ -11,7 +11,8 @@ from typing import TYPE_CHECKING, Any, Final
 
 import pytest
 
-from .options import Settings, monotonic
+from .option_values import monotonic
+from .options import Settings
 
 if TYPE_CHECKING:
     from pathlib import Path

@@ -11,7 +11,8 @@ from pathlib import Path
 import pytest
 
 from pytest_gpuserve import procfs
-from pytest_gpuserve.plugin.options import monotonic, read_settings
+from pytest_gpuserve.plugin.option_values import monotonic
+from pytest_gpuserve.plugin.options import read_settings
 from pytest_gpuserve.plugin.state import State
 from pytest_gpuserve.plugin.xdist import Controller
 

@@ -18,6 +18,7 @@ AT_LOAD = {
     "pytest_gpuserve.plugin.hooks",
     "pytest_gpuserve.plugin.marks",
     "pytest_gpuserve.plugin.newhooks",
+    "pytest_gpuserve.plugin.option_values",
     "pytest_gpuserve.plugin.options",
     "pytest_gpuserve.plugin.state",
 }

@@ -7,7 +7,8 @@ from datetime import datetime, timedelta
 
 import pytest
 
-from pytest_gpuserve.plugin.options import OPTIONS, assignments, deadline
+from pytest_gpuserve.plugin.option_values import assignments, deadline
+from pytest_gpuserve.plugin.options import OPTIONS
 
 PRINT = """
 from pytest_gpuserve.plugin.state import state_of
