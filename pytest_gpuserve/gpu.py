@@ -136,11 +136,15 @@ class Gpu:
 
 @dataclass(frozen=True, slots=True)
 class Reading:
-    """All GPUs of the machine at one moment. ``problem`` says in one sentence why there are none."""
+    """All GPUs of the machine at one moment. ``problem`` says in one sentence why there are none.
+
+    ``mute``: because NVML is there and does not answer.
+    """
 
     gpus: tuple[Gpu, ...]
     problem: str | None = None
     driver: str | None = None
+    mute: bool = False
 
 
 def devices(limit: float = 5.0) -> tuple[Gpu, ...]:
@@ -197,7 +201,9 @@ class Sampler:
         """One reading; the time is split so that one GPU's silence still leaves the others' answers."""
         if self._stuck is not None:
             if self._stuck.poll() is None:
-                return Reading((), f"NVML does not answer: our helper (pid {self._stuck.pid}) hangs in the driver.")
+                return Reading(
+                    (), f"NVML does not answer: our helper (pid {self._stuck.pid}) hangs in the driver.", mute=True
+                )
             self._stuck = None
         module = importlib.util.find_spec("pynvml")
         if module is None or module.origin is None:
@@ -214,7 +220,7 @@ class Sampler:
             why = f"NVML did not answer within {limit:g} s: the driver may be wedged."
         if line is None:
             self._end()
-            return Reading((), why)
+            return Reading((), why, mute=True)
         try:
             reply = json.loads(line)
             if "problem" in reply:
@@ -222,7 +228,7 @@ class Sampler:
             return Reading(tuple(map(Gpu.from_json, reply["gpus"])), None, reply.get("driver") or None)
         except (ValueError, KeyError, TypeError) as error:
             self._end()
-            return Reading((), f"NVML's helper process sent something unreadable: {error}.")
+            return Reading((), f"NVML's helper process sent something unreadable: {error}.", mute=True)
 
     def close(self) -> None:
         """End the helper; never waits for one that the kernel keeps."""
@@ -406,17 +412,19 @@ def wait_release(
     limit: float,
     sampler: Sampler | None = None,
     tolerance: int = RELEASE_TOLERANCE,
+    seen: dict[str, Release] | None = None,
 ) -> dict[str, Release]:
     """Wait until every GPU of ``baselines`` is given back, at most ``limit`` seconds; by UUID, the last check of each.
 
     Drivers free memory some seconds after the last process is gone, so one look is not enough. Without NVML (no
-    answer at all) the GPUs count as not free, blame ``unknown``.
+    answer at all) the GPUs count as not free, blame ``unreadable``. ``seen`` is filled as it goes, for callers that
+    are interrupted.
     """
     own = Sampler(events=False) if sampler is None else None
     sampler = sampler or own
     assert sampler is not None
     same, deadline, pause = pids_match(), time.monotonic() + limit, 0.05
-    result: dict[str, Release] = {}
+    result = {} if seen is None else seen
     waiting = {gpu.uuid: gpu for gpu in baselines}
     try:
         while True:

@@ -8,7 +8,7 @@ from collections.abc import Sequence
 
 from ..errors import GpuserveError
 from ..gpu import MIB, Gpu, Reading
-from ..server import gpu_holders, reaper
+from ..server import gpu_holders, quarantine, reaper
 from ..server.gpu_holders import DEVICES, Holder, View
 from ..server.paths import existing_state
 from ..text import one_line
@@ -35,6 +35,13 @@ def configure(parser: argparse.ArgumentParser) -> None:
     )
     parser.add_argument("--kill", action="store_true", help="with --devices: end those listed, after you confirmed it")
     parser.add_argument(
+        "--lift",
+        action="append",
+        default=[],
+        metavar="GPU",
+        help="with --devices: end the quarantine of this GPU (its number, or its name as listed)",
+    )
+    parser.add_argument(
         "--pid", type=int, action="append", default=[], metavar="N", help="with --kill: only this one, without asking"
     )
 
@@ -43,8 +50,8 @@ def run(arguments: argparse.Namespace) -> int:
     """0: there was nothing, or all of it is gone (daemons that are spared count as nothing). 1: there is something, or
     something stayed."""
     if arguments.devices is None:
-        if arguments.kill or arguments.pid:
-            raise GpuserveError("--kill and --pid choose among the holders of GPUs: give --devices too.")
+        if arguments.kill or arguments.pid or arguments.lift:
+            raise GpuserveError("--kill, --pid and --lift choose among the holders of GPUs: give --devices too.")
         return _sessions(arguments.yes, arguments.grace)
     if not arguments.devices.startswith("/"):
         raise GpuserveError(f"--devices takes the path of a device, such as {DEVICES}, not {arguments.devices!r}.")
@@ -52,10 +59,15 @@ def run(arguments: argparse.Namespace) -> int:
         raise GpuserveError("--yes does not confirm --devices --kill, which ends what others started: name --pid N.")
     if arguments.pid and not arguments.kill:
         raise GpuserveError("--pid without --kill does nothing: give both.")
+    if arguments.lift:
+        if arguments.kill:
+            raise GpuserveError("--lift ends no process: give it without --kill.")
+        return _lift(arguments.lift)
     view = gpu_holders.holders(arguments.devices)
-    print(_table(view, arguments.devices))
+    kept = _quarantines()
+    print("\n".join([_table(view, arguments.devices), *kept]))
     if not arguments.kill:
-        return 1 if view.holders or view.busy() else 0
+        return 1 if view.holders or view.busy() or view.unreadable() or view.reading.mute or kept else 0
     return _kill(view, arguments.pid, arguments.devices, arguments.grace)
 
 
@@ -115,7 +127,44 @@ def _table(view: View, pattern: str) -> str:
         lines.append(f"{view.hidden} processes of other users cannot be looked at: run as root to see all.")
     if view.reading.problem and pattern == DEVICES:
         lines.append(view.reading.problem)
-    return "\n".join([*lines, *_busy(view.busy())])
+    return "\n".join([*lines, *_unreadable(view), *_busy(view.busy())])
+
+
+def _unreadable(view: View) -> list[str]:
+    return [f"{gpu.label} cannot be read: {one_line((gpu.error or '').rstrip('.'))}." for gpu in view.unreadable()]
+
+
+def _quarantines() -> list[str]:
+    lines = []
+    for path, name, told in quarantine.imposed():
+        if told is None:
+            lines.append(f"{one_line(str(path))} is damaged, and ignored: remove it, or --lift {one_line(name)}.")
+        else:
+            lines.append(f"{one_line(str(told))}. It ends by itself, or with --lift {one_line(_choice(name, told))}.")
+    return lines
+
+
+def _choice(name: str, told: quarantine.Quarantined) -> str:
+    """What --lift takes: a GPU's number, else the device's name."""
+    number = told.device.removeprefix("GPU ")
+    return number if number.isdecimal() else name
+
+
+def _lift(chosen: Sequence[str]) -> int:
+    there = list(quarantine.imposed())
+    for text in chosen:
+        files = [path for path, name, told in there if text == name or (told and text == _choice(name, told))]
+        if not files:
+            raise GpuserveError(f"No GPU {one_line(text)} is in quarantine: --devices alone lists those that are.")
+        for path in files:
+            try:
+                path.unlink(missing_ok=True)
+            except OSError as error:
+                raise GpuserveError(
+                    f"{one_line(str(path))} cannot be removed: {error.strerror}. Its owner, or root, may do so."
+                ) from None
+        print(f"GPU {one_line(text)} is in quarantine no more.")
+    return 0
 
 
 def _busy(gpus: Sequence[Gpu]) -> list[str]:
@@ -145,12 +194,17 @@ def _kill(view: View, pids: Sequence[int], pattern: str, grace: float) -> int:
         fate = "is still there" if holder.process.id in left else "is gone"
         print(f"{holder.process}, user {one_line(holder.process.user)}, {fate}.")
     busy: list[Gpu] = []
+    mute = view.reading.mute
     if view.reading.gpus:
         after = gpu_holders.wait_idle(view.reading, chosen)
         _memory(view.reading, after, chosen)
         busy = View((), after, (), 0).busy()
         print("\n".join(_busy(busy)) or "No GPU is busy without a process.")
-    return 1 if left or busy else 0
+        silent = _unreadable(View((), after, (), 0))
+        mute = after.mute or bool(silent)
+        for line in silent:
+            print(line)
+    return 1 if left or busy or mute else 0
 
 
 def _confirmed(chosen: Sequence[Holder]) -> bool:

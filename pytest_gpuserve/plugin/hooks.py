@@ -171,6 +171,8 @@ def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter, config: p
 def pytest_sessionfinish(session: pytest.Session) -> None:
     state = state_of(session.config)
     state.session_finished()
+    if state.counted and state.ledger.unpinned and not state.is_worker and session.exitstatus == pytest.ExitCode.OK:
+        session.exitstatus = pytest.ExitCode.TESTS_FAILED
     if state.counted and state.ledger.figures and not state.is_worker:
         from .figures import finish
 

@@ -15,6 +15,7 @@ from ..errors import SpecError
 from ..gpu import Release
 from ..server.lease_policy import Device, candidates
 from ..server.leases import GpuPool, Lease, LeaseError, acquire, gpu_pool
+from ..server.quarantine import ADVICE
 from ..text import escape
 from .checks import reading, suitable_gpus, visible_to
 
@@ -103,20 +104,24 @@ class Leasing:
         seen = {gpu.capability for gpu in visible_to(self._state.config, spec)}
         return [kind for kind in seen if kind] if len(seen) == 1 else []
 
-    def give_back(self, lease: Lease, server: Server | None, pids: Collection[int]) -> list[Release]:
+    def give_back(self, lease: Lease, server: Server | None, pids: Collection[int], label: str) -> list[Release]:
         """Let go of a server's GPUs, once it is gone; returns those that did not come back.
 
         Args:
             server: what ran on them; None: it never became ready.
             pids: every process it was seen to have.
+            label: node id of the test whose doing it is.
         """
-        item = self._state.item
-        label = item.nodeid if item is not None else ""
         if server is not None and server.left and lease.devices:
             undead = [(pid, _start(pid)) for pid, _ in server.left]
             why = ", ".join(f"process {pid} (state {state}) cannot be killed" for pid, state in server.left)
             lease.quarantine(why, processes=undead, label=label)
-        return lease.give_back(lambda: pids, limit=SETTLE, label=label)
+        try:
+            return lease.give_back(lambda: pids, limit=SETTLE, label=label)
+        except KeyboardInterrupt:
+            names = ", ".join(device.label for device in lease.devices)
+            self._state.say(f"Interrupted while the memory of {names} was awaited: in quarantine until it is back.")
+            raise
 
     def _suitable(self, spec: ServerSpec, item: pytest.Item | None) -> GpuPool:
         """The part that the test's ``sm`` marks and the server's own CUDA_VISIBLE_DEVICES allow."""
@@ -126,12 +131,13 @@ class Leasing:
         return self.gpus.only(lambda gpu: gpu.uuid in allowed)
 
 
-def told(spec: ServerSpec, release: Release) -> str:
-    """A paragraph on a GPU that did not come back after a server's end."""
+def told(spec: ServerSpec, release: Release, last: str) -> str:
+    """A paragraph on a GPU that did not come back after a server's end; ``last``: node id of the last test on it."""
     if release.blame == "unknown":
         return f"{spec.id} is gone, and {release.text} Later servers go elsewhere, or wait as --gpuserve-foreign says."
     verdict = "infra" if release.blame == "unreadable" else "leak"
-    return f"{verdict}: {spec.id} is gone, but {release.text} The GPU is in quarantine."
+    since = f" (the last test on it: {last})" if last else ""
+    return f"{verdict}: {spec.id} is gone, but {release.text} The GPU is in quarantine{since}. {ADVICE}"
 
 
 def _start(pid: int) -> int:

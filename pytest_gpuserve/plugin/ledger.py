@@ -34,6 +34,8 @@ class Ledger:
     rows: dict[str, Row] = field(default_factory=dict)
     incidents: list[dict[str, Any]] = field(default_factory=list)
     troubles: list[str] = field(default_factory=list)
+    unpinned: int = 0
+    """GPUs that were not given back and for which no test failed: the session does."""
     figures: dict[str, dict[str, Any]] = field(default_factory=dict)
     """By spec key: ``figures`` (isolation/figures.py), ``expect`` and the names of those ``settled`` in a test."""
 
@@ -91,5 +93,6 @@ class Ledger:
                 mine.retired[reason] = mine.retired.get(reason, 0) + count
         self.incidents += other["incidents"]
         self.troubles += other["troubles"]
+        self.unpinned += other["unpinned"]
         for key, row in other["figures"].items():
             self.figures.setdefault(key, row)

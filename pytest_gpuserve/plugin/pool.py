@@ -131,6 +131,7 @@ class Pool:
     def test_begins(self, item: pytest.Item) -> None:
         """Servers of wider fixtures are this test's too."""
         for slot in self.held():
+            slot.last = item.nodeid
             note(slot.server.directory, {"test": item.nodeid, "since": time.time()})
 
     def disarm(self) -> None:
@@ -213,8 +214,9 @@ class Pool:
         try:
             slot = launch(self._state, wanted, item, lease, self._leasing.capabilities(lease, wanted.spec))
         except BaseException as error:
-            for release in self._leasing.give_back(lease, None, ()):
-                self._state.ledger.trouble(told(wanted.spec, release))
+            test = item.nodeid if item is not None else ""
+            for release in self._leasing.give_back(lease, None, (), test):
+                self._state.ledger.trouble(told(wanted.spec, release, test))
             if isinstance(error, ServerStartError):
                 reason = f"it did not start ({error.verdict}{f', {error.incident}' if error.incident else ''})"
                 self._strikes.setdefault(wanted.spec.key, []).append(reason)
@@ -227,6 +229,7 @@ class Pool:
         """Held by the innermost fixture being set up, or else by the test; by nobody outside of tests."""
         slot.users += 1
         if item is not None:
+            slot.last = item.nodeid
             note(slot.server.directory, {"test": item.nodeid, "since": time.time()})
         if slot not in self.touched:
             slot.evidence.skip()
@@ -249,14 +252,16 @@ class Pool:
             note(slot.server.directory, {"test": None, "since": time.time()})
             if slot in self._slots and (slot.unfit() or last):
                 with self._state.clock.paused():
-                    leaks = self._stop([slot])
+                    leaks = self._stop([slot], fails=self._state.item is not None)
                 if leaks and self._state.item is not None:
                     pytest.fail("\n".join(leaks), pytrace=False)
 
     def _was_last(self, slot: Slot) -> bool:
         """Whether no test after the one in progress wants this server: stopped in its teardown, a leak is its own."""
-        wanted = self._state.item.stash.get(WANTED, None) if self._state.item is not None else None
-        return wanted is not None and wanted.key == slot.key and self._state.pending[slot.key] == 1
+        if self._state.item is None:
+            return False
+        wanted = self._state.item.stash.get(WANTED, None)
+        return self._state.pending[slot.key] <= (wanted is not None and wanted.key == slot.key)
 
     def _make_room(self, spec: ServerSpec) -> None:
         """Stop idle servers that may use the same GPUs, where nothing can be leased and so nobody knows."""
@@ -279,8 +284,11 @@ class Pool:
             finally:
                 self._lock.release()
 
-    def _stop(self, slots: Sequence[Slot]) -> list[str]:
-        """End servers, all at once, and forget them. Returns one sentence for each GPU whose memory stayed behind."""
+    def _stop(self, slots: Sequence[Slot], *, fails: bool = False) -> list[str]:
+        """End servers, all at once, and forget them. Returns a paragraph for each GPU whose memory they left behind.
+
+        ``fails``: the caller fails a test with these. Else the session fails, as for GPUs that do not answer.
+        """
         if os.getpid() != self._pid:  # a test forked, and its child came here by an exception: they are its parent's
             return []
         pids = {
@@ -300,9 +308,11 @@ class Pool:
                     f"{slot.server.spec.id} left process {pid} (state {state}), which cannot be killed"
                 )
             self._slots.remove(slot)
-            for release in self._leasing.give_back(slot.lease, slot.server, pids.get(id(slot), ())):
-                text = told(slot.server.spec, release)
+            for release in self._leasing.give_back(slot.lease, slot.server, pids.get(id(slot), ()), slot.last):
+                text = told(slot.server.spec, release, slot.last)
                 self._state.ledger.trouble(text)
                 if release.blame == "ours":
                     leaks.append(text)
+                if release.blame == "unreadable" or (release.blame == "ours" and not fails):
+                    self._state.ledger.unpinned += 1
         return leaks

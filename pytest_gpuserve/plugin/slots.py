@@ -33,6 +33,7 @@ class Slot:
         lease: its GPUs.
         users: fixtures and tests that hold it now; 0 is idle.
         tests: tests that got it.
+        last: node id of the test that used it last: what it left behind is that test's.
         retire: why it must not serve another test; None: it may.
         armed: the test's alarm is set.
     """
@@ -44,6 +45,7 @@ class Slot:
     evidence: Evidence
     users: int = 0
     tests: int = 0
+    last: str = ""
     retire: str | None = None
     armed: bool = False
 

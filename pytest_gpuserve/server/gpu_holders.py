@@ -82,6 +82,10 @@ class View:
         """GPUs with more memory in use than any process explains: 1 GiB, since some drivers count their own."""
         return [gpu for gpu in self.reading.gpus if (unexplained(gpu) or 0) > FOREIGN_MEMORY]
 
+    def unreadable(self) -> list[Gpu]:
+        """GPUs, and MIG instances, that do not answer."""
+        return [unit for gpu in self.reading.gpus for unit in (gpu, *gpu.instances) if unit.error is not None]
+
 
 def unexplained(gpu: Gpu) -> int | None:
     """Bytes in use by no process that NVML names; None when it does not say."""
@@ -156,9 +160,10 @@ def _spared(table: dict[int, procfs.Stat], limit: float) -> dict[int, str]:
                 found.setdefault(pid, why)
 
     pid = os.getpid()
-    while pid in table and pid > 1:
+    while pid in table:
         found[pid] = "this command, or what started it"
         pid = table[pid].ppid
+    found.setdefault(1, "pid 1: all that runs here ends with it")
     from .lease_files import DEFAULT, VARIABLE
 
     with contextlib.suppress(OSError, GpuserveError):

@@ -25,7 +25,7 @@ from .gpu_pool import GpuPool, gpu_pool
 from .lease_files import LeaseError
 from .lease_policy import Device, Request, candidates, decide
 from .lease_status import Evictor, holders, holders_text, in_use, wait_text, waiting
-from .quarantine import impose, quarantined
+from .quarantine import ADVICE, impose, quarantined
 
 __all__ = ["Evictor", "GpuPool", "Lease", "LeaseError", "acquire", "gpu_pool", "holders", "holders_text", "waiting"]
 
@@ -97,18 +97,26 @@ class Lease:
             label: whose leak it is (a test's node id), for the messages of later leases.
         """
         bad: list[Release] = []
+        seen: dict[str, Release] = {}
         try:
             if self.baselines and self._fds:
-                found = wait_release(self.baselines, ours=ours, limit=limit)
-                for device, baseline in zip(self.devices, self.baselines, strict=True):
-                    if (result := found[device.name]).free:
-                        continue
-                    bad.append(result)
-                    if result.blame != "unknown":
-                        impose(files.directory(), device, result.text, label=label, baseline=baseline)
+                wait_release(self.baselines, ours=ours, limit=limit, seen=seen)
+                bad = [seen[device.name] for device in self.devices if not seen[device.name].free]
+                self._impose(seen, label)
+        except BaseException:  # Ctrl-C: whoever gets the GPU next must not find it half full
+            self._impose(seen, label)
+            raise
         finally:
             self.release()
         return bad
+
+    def _impose(self, seen: Mapping[str, Release], label: str) -> None:
+        """Quarantine what is not known to be free; not what may be a stranger's."""
+        for device, baseline in zip(self.devices, self.baselines, strict=False):
+            found = seen.get(device.name)
+            if found is None or not (found.free or found.blame == "unknown"):
+                why = found.text if found else f"nobody waited until the memory of {device.label} was back."
+                impose(files.directory(), device, why, label=label, baseline=baseline)
 
     def quarantine(self, why: str, *, processes: Sequence[tuple[int, int]] = (), label: str = "") -> None:
         """Keep everybody off these GPUs: the kernel would not let ``processes`` (pid, start time) die."""
@@ -283,4 +291,5 @@ def _check_possible(count: int, pool: GpuPool, broken: Mapping[str, object], now
     parts = [str(q) for q in broken.values()]
     parts += [f"{d.label}: {mute[d.name]}" for d in pool.devices if d.name in mute]
     kind = "quarantine" if broken else "unreadable"
-    raise LeaseError(f"The server needs {count} of {len(pool.devices)} GPUs, but {'; '.join(parts)}.", kind)
+    advice = f" {ADVICE}" if broken else ""
+    raise LeaseError(f"The server needs {count} of {len(pool.devices)} GPUs, but {'; '.join(parts)}.{advice}", kind)

@@ -6,14 +6,20 @@ import contextlib
 import json
 import os
 import secrets
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
 from .. import procfs
 from ..gpu import RELEASE_TOLERANCE, Gpu
-from .lease_files import read
+from ..text import foreign_json
+from .lease_files import DEFAULT, VARIABLE, read
 from .lease_policy import Device
+
+ADVICE = (
+    "It ends when the memory is back; `gpuserve reap --devices` shows who holds it, and with --lift GPU ends the "
+    "quarantine of that GPU at once."
+)
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,30 +75,67 @@ def quarantined(root: Path, devices: Sequence[Device], now: Mapping[str, Gpu]) -
     found: dict[str, Quarantined] = {}
     for device in devices:
         for path in root.glob(f"quarantine-{device.name.replace('/', '_')}-*"):
-            with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
-                body = json.loads(read(path))
-                if _over(body, now.get(device.name)):
+            with contextlib.suppress(OSError, ValueError, RecursionError):
+                sentence = _read(path)
+                if _over(sentence, now.get(device.name)):
                     path.unlink()
                 else:
-                    found[device.name] = Quarantined(str(body["device"]), str(body["why"]), str(body["label"]))
+                    found[device.name] = sentence.told
     return found
 
 
-def _over(body: Mapping[str, object], now: Gpu | None) -> bool:
-    if body["boot"] != _boot():
+def imposed(root: Path | None = None) -> Iterator[tuple[Path, str, Quarantined | None]]:
+    """Every file of a quarantine of this boot, the name of its device, and what it says; None: that is damaged.
+
+    ``root``: by default the directory of all leases, which is never made here.
+    """
+    root = root or Path(os.environ.get(VARIABLE) or DEFAULT)
+    for path in sorted(root.glob("quarantine-*")):
+        name = path.name.removeprefix("quarantine-").rpartition("-")[0]
+        try:
+            sentence = _read(path)
+        except (OSError, ValueError, RecursionError):
+            yield path, name, None
+        else:
+            if sentence.boot == _boot():
+                yield path, name, sentence.told
+
+
+@dataclass(frozen=True, slots=True)
+class _Sentence:
+    told: Quarantined
+    boot: str
+    memory_used: int | None
+    processes: tuple[procfs.ProcessId, ...]
+
+
+def _read(path: Path) -> _Sentence:
+    """What the file says, which anybody may have written. Raises OSError, ValueError, RecursionError."""
+    body = foreign_json(read(path))
+    body = body if isinstance(body, dict) else {}
+    device, why, label, boot = (body.get(key) for key in ("device", "why", "label", "boot"))
+    memory, processes = body.get("memory_used"), body.get("processes")
+    match device, why, label, boot, processes:
+        case str(), str(), str(), str(), list() if memory is None or type(memory) is int:
+            watched = [entry for entry in processes if isinstance(entry, list) and [*map(type, entry)] == [int, int]]
+            if len(watched) == len(processes):
+                told = Quarantined(device, why, label)
+                return _Sentence(told, boot, memory, tuple(procfs.ProcessId(*entry) for entry in watched))
+    raise ValueError("no sentence")
+
+
+def _over(sentence: _Sentence, now: Gpu | None) -> bool:
+    if sentence.boot != _boot():
         return True
-    processes = body["processes"]
-    assert isinstance(processes, list)
-    if any(procfs.same(procfs.ProcessId(int(pid), int(start))) for pid, start in processes):
+    if any(map(procfs.same, sentence.processes)):
         return False
-    before = body["memory_used"]
     if now is None:
         return True
     if now.error is not None:
         return False
-    if now.memory_used is None or not isinstance(before, int):
+    if now.memory_used is None or sentence.memory_used is None:
         return not now.processes
-    return now.memory_used <= before + RELEASE_TOLERANCE
+    return now.memory_used <= sentence.memory_used + RELEASE_TOLERANCE
 
 
 def _boot() -> str:

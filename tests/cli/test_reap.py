@@ -6,11 +6,13 @@ import contextlib
 import importlib.util
 import io
 import os
+import re
 import signal
 import subprocess
 import sys
 import time
 import uuid
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -19,7 +21,8 @@ from pytest_gpuserve import procfs
 from pytest_gpuserve.cli import main
 from pytest_gpuserve.cli.reap import _table
 from pytest_gpuserve.gpu import Gpu, GpuProcess, Reading
-from pytest_gpuserve.server import gpu_holders, reaper
+from pytest_gpuserve.server import gpu_holders, lease_files, quarantine, reaper
+from pytest_gpuserve.server.lease_policy import Device
 
 HOLD = """# \x1b[31mred
 import os, signal, sys, time
@@ -233,6 +236,8 @@ def test_misuse(capsys, hold, device):
     bystander = hold("/dev/null")
     for words, say in (
         (["--kill"], "--devices"),
+        (["--lift", "0"], "--devices"),
+        (["--devices", device, "--kill", "--lift", "0"], "--lift"),
         (["--devices", device, "--pid", bystander.pid], "--kill"),
         (["--devices", device, "--kill", "--yes"], "--pid"),
         (["--devices", "nvidia", "--kill"], "path"),
@@ -325,9 +330,78 @@ def test_a_wedged_driver_does_not_hang_it(capsys, hold, device, nvml, monkeypatc
     nvml.set(wedge_init=1)
     monkeypatch.setattr(gpu_holders, "query", lambda limit, ask=gpu_holders.query: ask(1.0))
     begin = time.monotonic()
-    _, out, _ = reap(capsys, "--devices")
+    code, out, _ = reap(capsys, "--devices")
     assert time.monotonic() - begin < 30
     assert "wedged" in out
+    assert code == 1
+
+
+@pytest.mark.parametrize("trouble", ["lost_1", "wedge_1"])
+def test_a_gpu_that_does_not_answer_is_told(capsys, nvml, monkeypatch, trouble):
+    monkeypatch.setattr(gpu_holders, "query", lambda limit, ask=gpu_holders.query: ask(2.0))
+    monkeypatch.setattr(gpu_holders, "_open_devices", lambda pattern: ({}, 0))
+    nvml.set(devices=2)
+    assert reap(capsys, "--devices")[0] == 0
+    nvml.set(**{trouble: 1})
+    code, out, _ = reap(capsys, "--devices")
+    assert code == 1
+    assert re.search(r"^GPU 1 cannot be read: .*(lost|did not answer)", out, re.M)
+    assert "GPU 0" not in out
+
+
+def test_a_machine_without_a_driver_is_nothing_to_mend(capsys, nvml, monkeypatch):
+    monkeypatch.setattr(gpu_holders, "_open_devices", lambda pattern: ({}, 0))
+    nvml.set(init=9)
+    code, out, _ = reap(capsys, "--devices")
+    assert (code, "Driver Not Loaded" in out) == (0, True)
+
+
+def test_pid_1_is_spared_also_where_it_started_this_command(monkeypatch):
+    monkeypatch.setattr(gpu_holders, "_open_devices", lambda pattern: ({1: ("/dev/x",), os.getpid(): ("/dev/x",)}, 0))
+    first, me = gpu_holders.holders("/dev/x").holders
+    assert (first.process.id.pid, me.process.id.pid) == (1, os.getpid())
+    assert "what started it" in first.spared
+
+
+def test_pid_1_is_spared_where_this_command_came_from_outside(monkeypatch):
+    """docker exec: its parent is none of the container's."""
+    me = os.getpid()
+    table = {pid: replace(procfs.stat(pid), ppid=0) for pid in (1, me)}
+    assert set(gpu_holders._spared(table, 5.0)) >= {1, me}
+
+
+def test_quarantines_are_listed_and_lifted(capsys, device, state, monkeypatch):
+    root = lease_files.directory()
+    for name, number in (("GPU-a", 0), ("GPU-b", 1), ("virtual-1", 1)):
+        quarantine.impose(root, Device(name, number), "it \x1b[31mholds.", label="test_x", baseline=Gpu(number, name))
+    (root / "quarantine-GPU-c-00000000").write_text("{}")
+    code, out, _ = reap(capsys, "--devices", device)
+    assert code == 1
+    assert "GPU 0 is in quarantine since test_x: it \\x1b[31mholds. It ends by itself, or with --lift 0." in out
+    assert "virtual GPU 1 is in quarantine since test_x" in out
+    assert "or with --lift virtual-1." in out
+    assert re.search("quarantine-GPU-c-00000000 is damaged, and ignored: remove it, or --lift GPU-c", out)
+    for choice, left in (("1", "GPU-a GPU-c virtual-1"), ("virtual-1", "GPU-a GPU-c"), ("GPU-c", "GPU-a"), ("0", "")):
+        assert reap(capsys, "--devices", device, "--lift", choice)[:2] == (
+            0,
+            f"GPU {choice} is in quarantine no more.\n",
+        )
+        assert sorted(path.name.rpartition("-")[0] for path in root.glob("quarantine-*")) == [
+            f"quarantine-{name}" for name in left.split()
+        ]
+    assert reap(capsys, "--devices", device)[:1] == (0,)
+    code, _, err = reap(capsys, "--devices", device, "--lift", "0")
+    assert code == 2
+    assert "No GPU 0 is in quarantine" in err
+    quarantine.impose(root, Device("GPU-a", 0), "it holds.", baseline=Gpu(0, "GPU-a"))
+
+    def refuse(*_, **__):
+        raise PermissionError(1, "Operation not permitted")
+
+    monkeypatch.setattr(Path, "unlink", refuse)
+    code, _, err = reap(capsys, "--devices", device, "--lift", "0")
+    assert code == 2
+    assert "Its owner, or root, may do so" in err
 
 
 def test_node_and_nvml_are_one_holder(monkeypatch, hold):

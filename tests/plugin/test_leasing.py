@@ -197,6 +197,83 @@ def test_a_model_in_pytest_itself_stops_no_server(project: Any, nvml: Any) -> No
     assert len(re.findall(r"GPU 0 is in use by pytest itself \(pid \d+\) of this session, 503 MiB\. ", text)) == 1
 
 
+LEAKS = """
+from helper import ARGV, gpu, now
+
+def test_leaks(gpuserve_pool):
+    server = gpuserve_pool.get(engine="command", command=ARGV, tp=1, ready="/health")
+    assert server.get("/health").status_code == 200
+    now(used_0=20483)
+"""
+
+
+def test_a_server_made_by_hand_that_leaks_fails_its_own_test(project: Any, nvml: Any) -> None:
+    nvml.set(devices=2)
+    project.write(
+        conftest=CONFTEST + "import pytest_gpuserve.plugin.leasing as l; l.SETTLE = 1.0",
+        helper=SERVER,
+        test_it=LEAKS + '@gpu(1, env={"B": "1"})\ndef test_innocent(server): pass',
+    )
+    result = project.run("-p", "no:cacheprovider", "-p", "no:randomly")
+    result.assert_outcomes(passed=2, errors=1)
+    result.stdout.fnmatch_lines(
+        ["*ERROR at teardown of test_leaks*", "leak: *(the last test on it: test_it.py::test_leaks). It ends when *"]
+    )
+
+
+@pytest.mark.parametrize("workers", [(), ("-n1",)])
+def test_a_leak_that_is_found_at_the_end_fails_the_session(project: Any, nvml: Any, workers: Any) -> None:
+    """Another test, which would have used the server, is skipped: so it was stopped in nobody's teardown."""
+    nvml.set(devices=1)
+    project.write(
+        conftest=CONFTEST
+        + """
+import pytest, pytest_gpuserve.plugin.leasing as l
+l.SETTLE = 1.0
+@pytest.hookimpl(tryfirst=True)
+def pytest_runtest_setup(item):
+    if item.name == "test_never":
+        pytest.skip("not today")
+""",
+        helper=SERVER,
+        test_it="""
+        from helper import gpu, now
+
+        @gpu(1)
+        def test_leaks(server): now(used_0=20483)
+
+        @gpu(1)
+        def test_never(server): pass
+        """,
+    )
+    result = project.run("-p", "no:cacheprovider", "-p", "no:randomly", *workers)
+    result.assert_outcomes(passed=1, skipped=1)
+    result.stdout.fnmatch_lines(["leak: *(the last test on it: test_it.py::test_leaks)*"])
+    assert result.ret == pytest.ExitCode.TESTS_FAILED
+
+
+def test_a_gpu_that_is_lost_under_a_server_is_no_leak(project: Any, nvml: Any) -> None:
+    nvml.set(devices=2)
+    project.write(
+        conftest=CONFTEST + "import pytest_gpuserve.plugin.leasing as l; l.SETTLE = 1.0",
+        helper=SERVER,
+        test_it="""
+        from helper import gpu, now
+
+        @gpu(1)
+        def test_loses(server): now(lost_0=1)
+
+        @gpu(1, env={"NEXT": "1"})
+        def test_next(server): assert server.record.gpus == ("1",)
+        """,
+    )
+    result = project.run("-p", "no:cacheprovider", "-p", "no:randomly")
+    result.assert_outcomes(passed=2)
+    result.stdout.fnmatch_lines(["infra: command-* is gone, but GPU 0 cannot be read: NVML says: GPU is lost.*"])
+    assert "leak:" not in result.stdout.str()
+    assert result.ret == pytest.ExitCode.TESTS_FAILED, "no test is to blame, but this was no good session"
+
+
 @pytest.mark.parametrize(("choice", "outcome"), [("skip", "skipped"), ("fail", "errors")])
 def test_strangers(project: Any, nvml: Any, choice: str, outcome: str) -> None:
     nvml.set(devices=1, used_0=71000, pids_0="4194304:70000")

@@ -337,10 +337,19 @@ def test_a_sentence_ends_with_the_boot_and_with_a_gpu_that_is_gone(root: Path, c
     assert kept(root, None) == []
 
 
-@pytest.mark.parametrize("text", ["", "{", "[]", '{"boot": 3}', '{"device": "x"}'])
-def test_a_damaged_sentence_keeps_no_gpu(root: Path, text: str) -> None:
+@pytest.mark.parametrize(
+    "text",
+    [
+        *("", "{", "[]", "[" * 9999, '{"boot": 3}', '{"device": "x"}', {"processes": 5}, {"processes": [5]}),
+        *({"processes": [[1, 2, 3]]}, {"processes": [["1", 2]]}, {"memory_used": "1"}, {"why": None}, {"boot": []}),
+    ],
+)
+def test_a_damaged_sentence_keeps_no_gpu(root: Path, text: Any) -> None:
     path = sentence(root, baseline=gpu(memory_used=0))
-    path.write_text(text)
+    whole = json.loads(path.read_text())
+    assert kept(root, gpu(memory_used=900 * MIB))
+    path.write_text(text if isinstance(text, str) else json.dumps({**whole, **text}))
+    assert list(quarantine.imposed(root)) == [(path, "GPU-1", None)], "a person is told of it"
     assert quarantine.quarantined(root, [device()], {"GPU-1": gpu(memory_used=900 * MIB)}) == {}
 
 

@@ -557,6 +557,41 @@ def test_a_leak_is_reported_and_kept_from_the_next_server(nvml: Any) -> None:
     assert take(1, pool=gpu_pool("0", {})), "memory is back: so is the GPU"
 
 
+def test_an_interrupt_while_memory_is_awaited_leaves_no_full_gpu_to_others(nvml: Any) -> None:
+    pool = gpu_pool("0,1", {})
+    lease = take(2, pool=pool)
+    nvml.set(used_0=20483)
+    looks = 0
+
+    def interrupted() -> set[int]:
+        nonlocal looks
+        looks += 1
+        if looks > 4:
+            raise KeyboardInterrupt
+        return set()
+
+    with pytest.raises(KeyboardInterrupt):
+        lease.give_back(interrupted, limit=60.0, label="test_x")
+    assert not holders()
+    with pytest.raises(LeaseError, match=r"but GPU 0 is in quarantine since test_x: GPU 0 holds .*--lift GPU ends"):
+        take(2, pool=pool)
+    assert [d.index for d in take(1, pool=pool).devices] == [1], "that one was free"
+
+
+def test_an_interrupt_before_the_first_look(nvml: Any) -> None:
+    pool = gpu_pool("0", {})
+    lease = take(1, pool=pool)
+    nvml.set(used_0=20483)
+
+    def interrupted() -> set[int]:
+        raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        lease.give_back(interrupted)
+    with pytest.raises(LeaseError, match="nobody waited until the memory of GPU 0 was back"):
+        take(1, pool=pool)
+
+
 def test_quarantine_lasts_as_long_as_the_unkillable_process(nvml: Any) -> None:
     undead = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
     from pytest_gpuserve import procfs
