@@ -429,6 +429,7 @@ def test_one_sessions_trouble_stops_no_other(own: Any, tagged: Any, state: Path)
     [
         b'{"event":"shm","time":1,"monotonic":1}',
         b'{"event":"shm","time":1,"monotonic":1,"inode":[],"name":{}}',
+        b'{"event":"shm","time":1,"monotonic":1,"inode":"x","name":"x"}',
         b'{"event":"cgroup","time":1,"monotonic":1,"path":["x"]}',
         b'{"event":"unlinked","time":1,"monotonic":1}',
         b'{"event":[],"time":1,"monotonic":1}',
