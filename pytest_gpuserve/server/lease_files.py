@@ -38,7 +38,7 @@ DEFAULT = "/tmp/gpuserve-leases"
 STALE = 60.0
 """Seconds without a sign of life after which a live process's ticket no longer holds others up (it is stopped)."""
 
-_KINDS = ("device-", "ticket-", "lease-", "quarantine-")
+_KINDS = ("ticket-", "lease-", "quarantine-")
 
 
 class LeaseError(GpuserveError):
@@ -128,8 +128,9 @@ def _unusable(path: Path, error: OSError) -> LeaseError:
 
 
 def strange(root: Path) -> list[str]:
-    """A sentence for each of the first things that have a name of ours and are no regular files: nobody reads them."""
-    named = sorted(path for path in root.iterdir() if path.name == "mutex" or path.name.startswith(_KINDS))
+    """A sentence for each of the first things that have a name of ours and are no regular files: nobody reads them.
+    (A lock that is none is an error for who needs it.)"""
+    named = sorted(path for path in root.iterdir() if path.name.startswith(_KINDS))
     return [
         f"{path} is no regular file, and ignored; it belongs to {_whose(path)}: have it removed"
         for path in itertools.islice(filter(_strange, named), 3)

@@ -109,6 +109,8 @@ def sweep_dead_sessions(limit: float = 10.0) -> Swept:
                         dead.mark(session)
             removed = dead.remove(sessions, deadline)
         return _sweep_leases(replace(swept, removed=removed))
+    except GpuserveError as error:  # no server will start there either, and says so again
+        return Swept(problems=(str(error).removesuffix("."),))
     except Exception as error:  # whatever it is: a sweep must not cost anybody a test
         return Swept(problems=(f"Sweeping up after dead sessions failed ({type(error).__name__}: {error})",))
 

@@ -23,6 +23,7 @@ from pytest_gpuserve.procfs import ProcessId
 from pytest_gpuserve.server import loop
 from pytest_gpuserve.server.control import Control
 from pytest_gpuserve.server.readiness import lost_supervisor
+from pytest_gpuserve.text import escape
 
 Wait = Callable[..., Any]
 SERVER = Path(pytest_gpuserve.__file__).parent / "server"
@@ -258,7 +259,7 @@ def test_no_module_of_this_room_hides_one_of_the_standard_library() -> None:
 )
 def test_a_lost_supervisor_is_said_to_be_killed_or_to_have_failed(tmp_path: Path, log: str, says: str) -> None:
     (tmp_path / "supervisor.log").write_text(log)
-    record = SimpleNamespace(directory=tmp_path, cookie="0" * 32)
+    record = SimpleNamespace(directory=tmp_path, cookie="0" * 32, shown=escape)
     text = lost_supervisor(record, Control(tmp_path, ProcessId(7, 1)))  # type: ignore[arg-type]
     assert says in text
     assert ("OSError" in text) == bool(log)
