@@ -43,14 +43,17 @@ def ask_tree(requests: Sequence[Mapping[str, Any]], limit: float) -> tuple[list[
 
 def _talk(waiting: list[Mapping[str, Any]], skip: list[int], deadline: float) -> tuple[list[list[Any]], int]:
     """Ask one helper until it falls silent or ends; what it answered is taken from ``waiting``."""
-    process = subprocess.Popen(
-        [sys.executable, "-S", "-E", str(_TREE)],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.DEVNULL,
-        start_new_session=True,
-        cwd="/",
-    )
+    try:
+        process = subprocess.Popen(
+            [sys.executable, "-S", "-E", str(_TREE)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.DEVNULL,
+            start_new_session=True,
+            cwd="/",
+        )
+    except OSError:  # no process to be had now
+        return [], 0
     assert process.stdin is not None
     assert process.stdout is not None
     said: list[list[Any]] = []

@@ -93,10 +93,19 @@ def reap(capsys, *arguments):
     return code, *capsys.readouterr()
 
 
-def test_lists_and_frees_what_dead_sessions_left(capsys, hold, device):
+def only(monkeypatch, *cookies):
+    """Other tests have strays too, on this machine and now."""
+    everything = reaper.find_leftovers
+    ours = lambda *where, **how: [one for one in everything(*where, **how) if one.cookie in cookies]  # noqa: E731
+    monkeypatch.setattr(reaper, "find_leftovers", ours)
+
+
+def test_lists_and_frees_what_dead_sessions_left(capsys, hold, device, monkeypatch):
     """A stray here; what has a directory is tests/server/test_reaper.py's."""
-    stray = hold(device, GPUSERVE_COOKIE=gone_cookie())
-    live = hold(device, GPUSERVE_COOKIE=cookie_of(hold("/dev/null")))
+    dead, living = gone_cookie(), cookie_of(hold("/dev/null"))
+    only(monkeypatch, dead, living)
+    stray = hold(device, GPUSERVE_COOKIE=dead)
+    live = hold(device, GPUSERVE_COOKIE=living)
     code, out, _ = reap(capsys)
     assert code == 1
     assert f"{stray.pid}  " in out
@@ -115,9 +124,7 @@ def test_a_daemon_that_others_use_is_no_failure(capsys, hold, device, state, mon
     cookie, markers = gone_cookie(), state / "sessions" / "1-2-3" / "1-sim" / "markers"
     markers.mkdir(parents=True)
     daemon = hold(device, "raylet", GPUSERVE_COOKIE=cookie, GPUSERVE_MARKERS=str(markers))
-    everything = reaper.find_leftovers
-    ours = lambda *where, **how: [one for one in everything(*where, **how) if one.cookie == cookie]  # noqa: E731
-    monkeypatch.setattr(reaper, "find_leftovers", ours)
+    only(monkeypatch, cookie)
     for words in ((), ("--yes",)):
         code, out, _ = reap(capsys, *words)
         assert (code, f"{daemon.pid}" in out, "others may use" in out) == (0, True, True)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import os
 import signal
@@ -560,6 +561,23 @@ def test_a_helper_that_falls_silent_is_replaced(monkeypatch: pytest.MonkeyPatch,
     assert ask_tree([{"do": "about"}], 60.0) == ([["about", 77]], True)
     monkeypatch.setattr("pytest_gpuserve.server.asking._TREE", tmp_path / "missing.py")
     assert ask_tree([{"do": "about"}], 0.5) == ([], False)
+
+
+def test_a_helper_that_cannot_be_started_is_tried_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    real, refused = subprocess.Popen, []
+
+    def popen(*words: Any, **more: Any) -> Any:
+        if len(refused) < 2:
+            refused.append(1)
+            raise BlockingIOError(errno.EAGAIN, "Resource temporarily unavailable")
+        return real(*words, **more)
+
+    monkeypatch.setattr(subprocess, "Popen", popen)
+    words, complete = ask_tree([{"do": "about", "pids": [os.getpid()]}], 60.0)
+    assert ([word[:2] for word in words], complete) == ([["about", os.getpid()]], True)
+    refused.clear()
+    monkeypatch.setattr(subprocess, "Popen", lambda *_, **__: popen(refused.clear()))
+    assert ask_tree([{"do": "about", "pids": []}], 0.2) == ([], False)
 
 
 def test_files_are_noted_at_once(own: Any, tagged: Any, wait_for: Wait, shm: str) -> None:
