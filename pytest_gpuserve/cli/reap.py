@@ -19,7 +19,8 @@ _SPARED = "  [spared: others may use it; where nobody does, end it by its pid]"
 def configure(parser: argparse.ArgumentParser) -> None:
     parser.description = (
         "Show what dead sessions of this user left: processes (by the cookie that they inherited), files in /dev/shm "
-        "(by the inode that was noted); --yes frees it. With --devices, show everybody who holds a GPU."
+        "(by the inode that was noted); --yes frees it. Daemons that others may use (sccache, ray, MPS) "
+        "stay, and are named. With --devices, show everybody who holds a GPU."
     )
     parser.add_argument("--yes", action="store_true", help="end the processes and unlink the files that are shown")
     parser.add_argument(

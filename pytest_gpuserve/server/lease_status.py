@@ -39,7 +39,7 @@ def waiting(held: Collection[Device] | None = None) -> bool:
             continue
         if names is None:
             return True
-        with contextlib.suppress(OSError, ValueError):
+        with contextlib.suppress(OSError, ValueError, RecursionError):
             body = json.loads(files.read(path))
             if isinstance(body, dict) and shares(body, names):
                 return True

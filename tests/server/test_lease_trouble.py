@@ -162,10 +162,13 @@ def test_damaged_files_of_others_stop_nobody(root: Path, body: bytes) -> None:
 
 
 def test_a_nest_of_another_user_stops_nobody(root: Path) -> None:
-    path, lock = lease_files.announce(root, "lease", {})
-    path.write_bytes(b"[" * 60_000)
-    assert lease_files.entries(root, "lease") == []
-    os.close(lock)
+    for kind in ("lease", "ticket"):
+        path, lock = lease_files.announce(root, kind, {})
+        path = path.rename(path.with_name(path.name.replace(f"-{os.getpid()}-", "-1-")))
+        path.write_bytes(b"[" * 60_000)
+        assert lease_files.entries(root, kind) == []
+        assert not lease_status.waiting([device()])
+        os.close(lock)
 
 
 def test_drafts_of_the_dead_are_swept_and_those_of_the_living_stay(root: Path) -> None:
