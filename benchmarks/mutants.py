@@ -39,7 +39,7 @@ STACKS = (
 TESTS = {
     "diagnose/merge.py": STACKS,
     "diagnose/telling.py": STACKS,
-    "diagnose/conduct.py": STACKS,
+    "diagnose/conduct.py": (*STACKS, "tests/diagnose/test_conduct.py"),
     "isolation/search.py": ("tests/isolation/test_search.py",),
     "isolation/conclude.py": ("tests/isolation/test_conclude.py",),
 }
@@ -47,7 +47,10 @@ NEVER_JUST = "a probability, a rate, a time or a cost is never just that number"
 BOUND = "a bound of work, one more or less"
 TIE = "either of two that are worth the same"
 EQUAL: dict[str, dict[str, str]] = {
-    "diagnose/conduct.py": {"seconds <= 0.2  ->  seconds < 0.2": NEVER_JUST},
+    "diagnose/conduct.py": {
+        "seconds <= 0.2  ->  seconds < 0.2": NEVER_JUST,
+        "used <= STILL  ->  used < STILL": NEVER_JUST,
+    },
     "diagnose/merge.py": {
         "True  ->  False   in: members = _whole_paths([_member(dumps, label) for dumps, label in "
         "zip(classed, names, strict=True)])": "they are equally long",
