@@ -49,9 +49,9 @@ class Leasing(pool.Leasing):
         note("start", spec.id, *(device.name for device in lease.devices))
         return lease
 
-    def give_back(self, lease, server, pids):
+    def give_back(self, lease, server, pids, label):
         note("stop", server.spec.id, *(device.name for device in lease.devices))
-        return super().give_back(lease, server, pids)
+        return super().give_back(lease, server, pids, label)
 
 pool.start, pool.Leasing = lambda spec, engine, *, parent, **more: Server(spec, parent), Leasing
 pool.processes, pool.answers = lambda record: [], lambda server: None
