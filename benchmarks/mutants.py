@@ -50,6 +50,7 @@ EQUAL: dict[str, dict[str, str]] = {
     "diagnose/conduct.py": {
         "seconds <= 0.2  ->  seconds < 0.2": NEVER_JUST,
         "used <= STILL  ->  used < STILL": NEVER_JUST,
+        "(growth(dumps, 'cpu_seconds') or 0.0) <= STILL  ->  (growth(dumps, 'cpu_seconds') or 0.0) < STILL": NEVER_JUST,
     },
     "diagnose/merge.py": {
         "True  ->  False   in: members = _whole_paths([_member(dumps, label) for dumps, label in "

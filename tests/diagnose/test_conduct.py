@@ -6,11 +6,11 @@ from dataclasses import replace
 
 import pytest
 
-from pytest_gpuserve.diagnose.conduct import Conduct, conduct, stuck_owner
+from pytest_gpuserve.diagnose.conduct import Conduct, asleep_at, conduct, stuck_owner, working_children
 
 
 def looks(dumps, *switches, every=1.0):
-    return [dumps.dump(0, dumps.ELSEWHERE, taken=every * n, switches=count) for n, count in enumerate(switches)]
+    return [dumps.dump(0, dumps.ELSEWHERE, taken=5.0 + every * n, switches=count) for n, count in enumerate(switches)]
 
 
 def test_one_look_says_nothing_of_time(dumps):
@@ -40,23 +40,53 @@ def test_wakes_a_second(dumps, switches, every, wakes):
 
 
 def owned(dumps, *owns, used=0.0):
-    threads = [dumps.thread(dumps.ELSEWHERE, owns_gil=has) for has in owns]
-    return [
-        dumps.dump(0, [replace(thread, tid=7)], taken=float(n), cpu_seconds=1.0 + n * used)
-        for n, thread in enumerate(threads)
-    ]
+    """The thread with the number that is given owns the GIL; 0: none does."""
+    threads = [replace(dumps.thread(dumps.ELSEWHERE, owns_gil=bool(tid)), tid=tid) for tid in owns]
+    return [dumps.dump(0, [one], taken=float(n), cpu_seconds=1.0 + n * used) for n, one in enumerate(threads)]
 
 
 @pytest.mark.parametrize(
     ("owns", "used", "owner"),
     [
-        ((True,), 0.0, None),
-        ((True, True), 0.0, 7),
-        ((True, True, True), 0.04, 7),
-        ((True, True), 0.06, None),
-        ((True, False), 0.0, None),
-        ((False, False), 0.0, None),
+        ((7,), 0.0, None),
+        ((7, 7), 0.0, 7),
+        ((7, 7, 7), 0.04, 7),
+        ((7, 7), 0.06, None),
+        ((7, 0), 0.0, None),
+        ((0, 0), 0.0, None),
+        ((7, 8), 0.0, None),
     ],
 )
 def test_a_thread_that_keeps_the_gil_of_a_still_process(dumps, owns, used, owner):
     assert stuck_owner(owned(dumps, *owns, used=used)) == owner
+
+
+SLEEPS = {"wchan": "poll_schedule_timeout", "syscall": "select of no descriptors"}
+INTERRUPTED = {"wchan": "poll_schedule_timeout", "syscall": "restart_syscall"}
+POLLS = {"wchan": "poll_schedule_timeout", "syscall": "poll"}
+
+
+@pytest.mark.parametrize(
+    ("earlier", "state", "last", "said"),
+    [
+        (SLEEPS, "S", INTERRUPTED, SLEEPS),
+        (SLEEPS, "S", POLLS, POLLS),
+        (SLEEPS, "R", {"wchan": "0", "syscall": "running"}, {"wchan": "0", "syscall": "running"}),
+        (SLEEPS, "R", {"wchan": "0", "syscall": None}, {"wchan": "0", "syscall": None}),
+    ],
+)
+def test_a_sleep_that_a_dumper_interrupted_is_known_by_the_look_before(dumps, earlier, state, last, said):
+    rounds = [dumps.dump(0, dumps.ELSEWHERE, **earlier), dumps.dump(0, dumps.ELSEWHERE, state=state, **last)]
+    assert dict(asleep_at(rounds)) == said
+
+
+def test_processes_that_are_each_others_parents_end_the_search(dumps):
+    """Between two looks at /proc a number may have been given to another process."""
+    one = dumps.dump(0, dumps.ELSEWHERE, pid=11, ppid=12)
+    other = dumps.dump(1, dumps.ELSEWHERE, pid=12, ppid=11)
+    compiler = [
+        dumps.dump("compiler", None, pid=13, ppid=11, title="/opt/ptxas a.ptx", taken=float(n), cpu_seconds=n * 0.9)
+        for n in range(2)
+    ]
+    found = working_children([[one, other, compiler[0]], [one, other, compiler[1]]])
+    assert found == {one.process: "ptxas", other.process: "ptxas"}
