@@ -10,6 +10,7 @@ from collections.abc import Collection, Mapping, Sequence
 from pathlib import Path
 
 from .. import procfs
+from ..home import expanded
 from . import tools
 from .evidence import LockFact
 from .kernel import kernel_wait
@@ -204,7 +205,7 @@ def _cache_locks(
 
 def _lock_files(signature: str, environment: Mapping[str, str], deadline: float) -> list[str]:
     """Lock files in the caches that the signature names, newest first."""
-    home = environment.get("HOME") or str(Path("~").expanduser())
+    home = environment.get("HOME") or str(expanded("~"))
     found: dict[str, float] = {}
     seen = 0
     for variable, below, suffix in _CACHES.get(signature, ()):

@@ -11,6 +11,7 @@ from typing import Final
 
 from .. import procfs
 from ..errors import EngineError, SpecError
+from ..home import expanded
 from ..spec import AxisValue, Scalar, ServerSpec
 from .flags import Install, cache_root
 
@@ -134,7 +135,7 @@ def local_path(value: str, key: str, spec: ServerSpec) -> str:
     """
     if not value.startswith(("/", "./", "../", "~")) and value not in (".", ".."):
         return value
-    path = Path(value).expanduser()
+    path = expanded(value)
     if not (Path(spec.cwd or "") / path).exists():
         raise SpecError(f"{key} {value!r} does not exist on this machine. Correct {key} in the gpuserve mark.")
     return str(path) if value.startswith("~") else value

@@ -12,6 +12,7 @@ from typing import Any, Final
 
 from .. import foreign
 from ..errors import EngineError, SpecError
+from ..home import expanded
 from ..spec import ServerSpec
 from .flags import Install
 
@@ -32,7 +33,7 @@ def check_draft(spec: ServerSpec, method: str, draft: str) -> None:
         SpecError: they cannot work together, or the draft has no readable configuration.
     """
     base = Path(spec.cwd or "")
-    target_folder, draft_folder = base / Path(spec.model or "").expanduser(), base / Path(draft).expanduser()
+    target_folder, draft_folder = base / expanded(spec.model or ""), base / expanded(draft)
     if not spec.model or not (target_folder / "config.json").is_file() or not draft_folder.is_dir():
         return
     target, outer = _config(target_folder), _config(draft_folder)
@@ -67,7 +68,7 @@ def check_draft_attention(spec: ServerSpec, draft: str, own: object) -> None:
         SpecError: the draft has no latent attention and the target's backend serves nothing else.
     """
     axis = spec.axis("attention_backend")
-    folder = Path(spec.cwd or "") / Path(draft).expanduser()
+    folder = Path(spec.cwd or "") / expanded(draft)
     if own or axis is None or axis.name not in MLA_BACKENDS or not folder.is_dir():
         return
     if not _config(folder).get("kv_lora_rank"):
@@ -86,7 +87,7 @@ def check_draft_class(spec: ServerSpec, draft: str, install: Install, models: st
     Raises:
         EngineError: this install has none for the draft's architecture.
     """
-    folder = Path(spec.cwd or "") / Path(draft).expanduser()
+    folder = Path(spec.cwd or "") / expanded(draft)
     external = {**os.environ, **dict(spec.env)}.get("SGLANG_EXTERNAL_MODEL_PACKAGE")
     if external or not folder.is_dir():
         return
@@ -113,7 +114,7 @@ def check_draft_tokens(spec: ServerSpec, draft: str, install: Install, models: s
         EngineError: this install cannot load that head.
     """
     base = Path(spec.cwd or "")
-    target_folder, folder = base / Path(spec.model or "").expanduser(), base / Path(draft).expanduser()
+    target_folder, folder = base / expanded(spec.model or ""), base / expanded(draft)
     if not folder.is_dir() or not (target_folder / "config.json").is_file():
         return
     if "self.draft_id_to_target_id = None" not in (install.source(models) or ""):

@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import EngineError
+from ..home import xdg
 from ..spec import ServerSpec
 from ..text import escape, one_line
 
@@ -217,8 +218,10 @@ def last_json(output: str, python: str) -> Any:
 def cache_root() -> Path:
     """``$XDG_CACHE_HOME/gpuserve`` or ``~/.cache/gpuserve``, or a private one in the temporary directory, made 0700.
     One that is another user's, a link, or writable by others is passed over, and its mode stays."""
-    base = Path(os.environ.get("XDG_CACHE_HOME") or "~/.cache").expanduser()
+    base = xdg("XDG_CACHE_HOME", "~/.cache")
     for root in (base / "gpuserve", Path(tempfile.gettempdir()) / f"gpuserve-cache-{os.getuid()}"):
+        if not root.is_absolute():
+            continue  # nobody knows the home directory
         with contextlib.suppress(OSError):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
             state = root.lstat()

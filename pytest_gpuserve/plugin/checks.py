@@ -6,7 +6,6 @@ import os
 import time
 from collections import Counter
 from collections.abc import Sequence
-from pathlib import Path
 from typing import TYPE_CHECKING, NoReturn
 
 import pytest
@@ -14,6 +13,7 @@ import pytest
 from ..engines import uses_gpus
 from ..errors import GpuserveError, ServerError, SpecError
 from ..gpu import Gpu, Reading, query, visible
+from ..home import expanded
 from ..text import escape
 from .marks import capabilities, names_an_architecture
 from .state import ERROR, LACKS, PROBLEM, WANTED, State, uses_pool
@@ -78,7 +78,7 @@ def skip_excluded(item: pytest.Item, cell: Cell) -> None:
 
 def missing_model(spec: ServerSpec) -> str | None:
     """Why the model cannot be served: it is written as a path that leads nowhere."""
-    if spec.model and spec.model.startswith(("/", "./", "../", "~")) and not Path(spec.model).expanduser().exists():
+    if spec.model and spec.model.startswith(("/", "./", "../", "~")) and not expanded(spec.model).exists():
         return (
             f"the model {spec.model} does not exist. Change model= in the gpuserve mark, or override it with "
             f"--gpuserve-set model=PATH."

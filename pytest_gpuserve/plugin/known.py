@@ -26,6 +26,7 @@ import pytest
 
 from .. import foreign
 from ..errors import EngineError, SpecError
+from ..home import expanded
 from ..isolation.axes import SPEC_AXES, covers, parse_value, suggest
 from ..spec import AXES, AxisValue
 from ..text import escape
@@ -228,5 +229,5 @@ class KnownFailures:
 
 def register(config: pytest.Config, path: str, source: str) -> None:
     """Read the file, relative to where pytest was started, and follow it."""
-    known = read(config.invocation_params.dir / Path(path).expanduser(), source)
+    known = read(config.invocation_params.dir / expanded(path), source)
     config.pluginmanager.register(KnownFailures(known, path), "gpuserve-known-failures")

@@ -14,6 +14,7 @@ from typing import Any, Literal, NamedTuple
 
 import pytest
 
+from ..home import expanded
 from .option_values import (
     Source,
     assignments,
@@ -257,7 +258,7 @@ def read_settings(config: pytest.Config) -> Settings:
     where = values["gpuserve_artifacts"]
     base = config.invocation_params.dir if "--gpuserve-artifacts" in chosen else config.rootpath
     override = assignments(config.getoption("gpuserve_set", None) or (), "--gpuserve-set")
-    artifacts = None if where == "off" else base / Path(where).expanduser()
+    artifacts = None if where == "off" else base / expanded(where)
     if artifacts is not None and "--gpuserve-artifacts" in chosen and values["gpuserve"] == "run":
         _check_place(artifacts, config)
     defaults = assignments(config.getini("gpuserve_defaults"), "gpuserve_defaults")

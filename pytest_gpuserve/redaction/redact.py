@@ -12,10 +12,10 @@ import re
 import socket
 from collections.abc import Iterable, Mapping, Sequence
 from hashlib import blake2b
-from pathlib import Path
 from typing import Any
 from urllib.parse import quote
 
+from ..home import expanded
 from . import sensitive
 from .values import secret_values, value_end
 
@@ -31,12 +31,12 @@ _PROSE = re.compile(
 _NODE_LINE = re.compile(r"(?m)^[^\n]*(?:NCCL|socket)[^\n]*")
 _NODE = re.compile(
     r"(?<![\w.<-])[A-Za-z0-9][\w.-]{2,253}(?=:\d+:\d+ \[-?\d+\] (?:\S{1,80} )?NCCL )"
-    r"|(?<=[\s,\[])[A-Za-z][\w.-]{2,253}(?=<\d{3,5}>)|(?<=\[)[A-Za-z][\w.-]{2,253}(?=\]:\d{2,5}\b)"
+    r"|(?<=[\s,\[])[A-Za-z][\w.-]{2,253}(?=<\d{3,5}>)|(?<=\s\[)[A-Za-z][\w.-]{2,253}(?=\]:\d{4,5}\b)"
 )
 """Other nodes of a run: before NCCL's own lines, and as the peers of its connections and of c10d's."""
 _BEARER = re.compile(r"(?i)\b(?P<scheme>bearer|basic)\s+(?P<value>[A-Za-z0-9._~+/-]{8,}=*)")
 _COOKIE = re.compile(r"(?i)(?P<name>\b(?:set-)?cookie\\*[\"']?\s*[:=]\s*\\*[\"']?)(?P<value>[^\n\r\"'\\]{4,})")
-_CURL_LOGIN = re.compile(r"(?P<flag>(?<!\S)(?:-u|--user)[ =])(?P<value>[^\s:]+:\S+)")
+_CURL_LOGIN = re.compile(r"(?P<flag>(?<!\S)(?:-u|--user)[ =])(?P<value>(?!\d+:\d+(?!\S))[^\s:]+:\S+)")
 _PROMPT = re.compile(
     rf"(?<![\w.])(?P<key>{sensitive.PROMPT_NAMES})(?P<separator>\\*[\"']?\s*[:=]\s*)"
     r"(?=[bru]?\\*[\"']|[\[(]|tensor\(|array\()"
@@ -51,7 +51,9 @@ _IPV6 = re.compile(
     r"(?<![\w:.])\[?(?=[0-9A-Fa-f:.]*\d)[0-9A-Fa-f]{1,4}(?::[0-9A-Fa-f.]{0,15}){2,8}(?:%\w+)?\]?(?![\w:])"
 )
 _MAC = re.compile(r"(?<![\w:-])(?:[0-9A-Fa-f]{2}[:-]){5}[0-9A-Fa-f]{2}(?![\w:-])")
-_VERSION_BEFORE = re.compile(r"(?:[=<>~!]=|(?:version|driver|release|\bv)[\"']?\s*[:=]?\s*[\"']?)$", re.IGNORECASE)
+_VERSION_BEFORE = re.compile(
+    r"(?:[=<>~!]=|(?:version|driver|release|\bv|nccl|rccl|cudnn|cublas|cuda)[\"']?\s*[:=]?\s*[\"']?)$", re.IGNORECASE
+)
 _HOST_FIELD = re.compile(
     r"(?<![\w-])(?P<key>(?:--)?(?:[a-z0-9]+[_-])*(?:host|hostname|host_?ip|nodename|node_name|nodelist|addr)"
     r"(?:\\*[\"']?\s*[:=]\s*|\\*[\"'],\s*|(?<=[\w-])[ ](?<!\w\s\w)))(?P<open>\\*[\"'])?"
@@ -63,7 +65,7 @@ _INNER_HOST = re.compile(
     r"\.(?:internal|local|lan|corp|intra|intranet|localdomain|svc|cluster|home|private)\b(?![\w(])"
     r"|\bip-\d{1,3}-\d{1,3}-\d{1,3}-\d{1,3}(?:\.[a-z0-9-]+)*"
 )
-_HOME = re.compile(r"(?<![\w.-])(?:/[\w.-]+){0,3}/(?:home|Users)/[^/\s\"':,;)\]}]+|(?<![\w.-])/root(?![\w.-])")
+_HOME = re.compile(r"(?P<above>(?<![\w.-])(?:/[\w.-]+){0,3}/(?:home|Users)/)(?P<user>[^/\s\"':,;<>)\]}]+)")
 _BREAK = r"(?:\\?\r?\n[ \t]*|\r[ \t]*)"
 _NAME_AT_END = re.compile(r"(?:^|[\s\"'({\[,])(?P<key>-{0,2}[A-Za-z_][\w.-]{2,64})\\*[\"']?\s*(?P<sign>[:=,]?)\s*\\?$")
 _OPEN_PRIVATE_KEY = re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?!.*-----END)", re.DOTALL)
@@ -84,7 +86,7 @@ class Redactor:
         self._numbers: dict[tuple[str, bytes], int] = {}
         self._counts: dict[str, int] = {}
         self._seen: dict[str, str] = {}
-        home = str(Path.home()) if home is None else home
+        home = str(expanded("~")) if home is None else home
         self._home = re.compile(rf"(?<![\w.-]){re.escape(home)}(?![\w.-])") if len(home.strip("/")) > 1 else None
         names = {n for n in (own_names() if hosts is None else hosts) if len(n) >= 4}
         names -= {n for n in names if n.lower() in sensitive.COMMON_HOST_NAMES}
@@ -124,7 +126,7 @@ class Redactor:
             text = self._hosts.sub(lambda m: self._host(m[0]), text)
         if self._home:
             text = self._home.sub("~", text)
-        return _HOME.sub("~", text)
+        return _HOME.sub(lambda m: m["above"] + self._place("user", m["user"]), text)
 
     def conceal(self, error: Exception) -> None:
         """Redact what ``error`` says: its message is printed, and kept, where nobody knows what it quotes."""

@@ -112,6 +112,14 @@ _HARMLESS = re.compile(
 )
 
 
+_NO_KEY = re.compile(
+    r"sglang|vllm|llama|openai|gpuserve|pytest|python|engine|server|scheduler|worker|localhost|default|secret|password"
+    r"|(?:local|dummy)[-_]key|no[-_]key|not[-_]needed",
+    re.IGNORECASE,
+)
+"""What is written where no key is needed, and names that every log is full of."""
+
+
 def is_harmless_value(value: str) -> bool:
     """True for values that are none: switches, small numbers, masks, our own placeholders."""
     return _HARMLESS.fullmatch(value) is not None
@@ -123,10 +131,15 @@ def is_telling(value: str) -> bool:
     return len(value) >= 6 and not is_harmless_value(value) and not re.fullmatch(r"[a-z]+|[A-Z][a-z]*|[A-Z]+", value)
 
 
+def _stains(value: str) -> bool:
+    return _NO_KEY.fullmatch(value) is not None or is_own_address(value) is True
+
+
 def known_secrets(environments: Iterable[Mapping[str, str]], argv: Iterable[str] = ()) -> set[str]:
     """Values that are credentials by the name of their variable, or by the option before them in ``argv``.
 
-    Short values and plain words are left out: they would stain everything.
+    Short values, loopback addresses and what people write where no key is needed (``OPENAI_API_KEY=sglang``) are left
+    out: they would stain everything.
     """
     pairs = [pair for environment in environments for pair in environment.items()]
     option = ""
@@ -140,7 +153,7 @@ def known_secrets(environments: Iterable[Mapping[str, str]], argv: Iterable[str]
                 pairs.append((name, value))
             else:
                 option = name
-    return {v for name, v in pairs if len(v) >= 6 and is_secret_name(name) and not is_harmless_value(v)}
+    return {v for name, v in pairs if len(v) >= 6 and is_secret_name(name) and not (is_harmless_value(v) or _stains(v))}
 
 
 def is_own_address(text: str) -> bool | None:

@@ -11,8 +11,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .. import procfs
+from .. import procfs, shell
 from ..errors import GpuserveError
+from ..home import expanded, xdg
 from ..spec import ServerSpec
 
 STATE_VARIABLE = "GPUSERVE_STATE"
@@ -46,8 +47,8 @@ def state_root() -> Path:
     chosen = os.environ.get(STATE_VARIABLE)
     what = f"{STATE_VARIABLE}={chosen} cannot be used" if chosen else "no directory for logs and sockets"
     raise GpuserveError(
-        f"{what}: {problem}. Set {STATE_VARIABLE} to a directory of yours, or to one that is not there: it is made, "
-        "for you alone."
+        f"{what}: {problem}. Or set {STATE_VARIABLE} to another directory of yours, or to one that is not there: it is "
+        "made, for you alone."
     )
 
 
@@ -123,9 +124,8 @@ def server_directory(parent: Path, spec: ServerSpec) -> Path:
 def _places() -> Sequence[Path]:
     """Where the state directory may be: the first that can be used."""
     if chosen := os.environ.get(STATE_VARIABLE):
-        return (Path(chosen).expanduser().absolute(),)
-    home = os.environ.get("XDG_STATE_HOME") or "~/.local/state"
-    return Path(home).expanduser() / "gpuserve", Path(tempfile.gettempdir()) / f"gpuserve-{os.getuid()}"
+        return (expanded(chosen).absolute(),)
+    return xdg("XDG_STATE_HOME", "~/.local/state") / "gpuserve", Path(tempfile.gettempdir()) / f"gpuserve-{os.getuid()}"
 
 
 def _made(path: Path) -> str | None:
@@ -148,7 +148,9 @@ def _unfit(path: Path) -> str | None:
         if found.st_uid != os.geteuid():
             return f"{path} belongs to another user"
         if found.st_mode & 0o022:
-            return f"other users may write {path} (mode {stat.S_IMODE(found.st_mode):04o}), which is not ours to change"
+            return (
+                f"others may write {path} (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w {shell.word(str(path))}"
+            )
         if not os.access(path, os.W_OK | os.X_OK):
             return f"{path} cannot be written"
         with contextlib.suppress(FileNotFoundError):

@@ -14,6 +14,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any, Final
 
+from ..home import xdg
 from ..vocabulary import PHASES, Phase
 
 WINDOWS: Final[Mapping[Phase, float]] = {
@@ -130,7 +131,7 @@ def cache_directory() -> Path:
     """``$GPUSERVE_CACHE``, else ``$XDG_CACHE_HOME/gpuserve``, else ``~/.cache/gpuserve``; not created here."""
     if given := os.environ.get("GPUSERVE_CACHE"):
         return Path(given)
-    return Path(os.environ.get("XDG_CACHE_HOME") or Path("~/.cache").expanduser()) / "gpuserve"
+    return xdg("XDG_CACHE_HOME", "~/.cache") / "gpuserve"
 
 
 def key(engine: str, model: str | None, tp: int) -> str:

@@ -119,6 +119,9 @@ def test_known_secrets_come_from_environments_and_command_lines():
         "SSH_KEY_PATH": "/some/path/key",
         "API_KEY": "12345",
         "SOME_SECRET": "true",
+        "OPENAI_API_KEY": "sglang",
+        "POSTGRES_PASSWORD": "scheduler",
+        "CI_JOB_TOKEN": "127.0.0.1",
         "PATH": "/usr/bin:/bin",
     }
     argv = ["server", "--api-key", "zyxwvut", "--tp", "8", "--admin-api-key=qwertyui", "--max-new-tokens", "100000"]
@@ -157,6 +160,7 @@ def test_a_secret_inside_a_word_of_the_command_line_is_known_as_well(word):
         "/models/home-made/x /srv/data/root/y /rootless /usr/lib/python3.12/threading.py",
         "text ended; content-length: 12; prompt: None, text='' input_ids=[] messages=[]",
         "max_tokens 4 tokens=128 password_file=/etc/x1y2 --password-file x1y2z3 password_file x1y2z3 token usage: 0.00",
+        "docker run -u 1000:1000 --user 1000:1000 nccl 2.21.5.1 cuDNN 9.1.0.70 NCCL [TP0]:12 cache[layer]:1000",
         "password authentication v2 failed (3 of 5), wrong password at 10:22:31, no password for node7, password: ****",
         "PWD=/srv/x9y8z7 pwd: ~/a1b2c3 pwd=$HOME1 signature=3a4b5c node-3 login at 10:22:31 wandb login again",
         "GET /metrics?match%5B%5D=up%3D1&max_tokens%3D16 50%3D 100%",
@@ -173,8 +177,8 @@ def test_evidence_stays(text):
     ("raw", "shown"),
     [
         ("--model /home/alice/models/x", "--model ~/models/x"),
-        ("File \"/home/bob/a.py\"", "File \"~/a.py\""),
-        ("/nfs/home/carol/x /Users/dave/y /root/.cache/z", "~/x ~/y ~/.cache/z"),
+        ("File \"/home/bob/a.py\"", "File \"/home/<user-1>/a.py\""),
+        ("/nfs/home/carol/x /Users/dave/y /root/.cache/z", "/nfs/home/<user-1>/x /Users/<user-2>/y /root/.cache/z"),
         ("connect to 10.1.2.3:5000 and 10.1.2.3", "connect to <address-1>:5000 and <address-1>"),
         ("tcp://192.168.1.17:29500", "tcp://<address-1>:29500"),
         ("fe80::1ff:fe23:4567:890a%eth0 [2001:db8::17]:80", "<address-1>%eth0 [<address-2>]:80"),

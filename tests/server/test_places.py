@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import os
+import pwd
 import socket
 import stat
 import subprocess
 import sys
+import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
@@ -18,6 +20,7 @@ from pytest_gpuserve.cli import main
 from pytest_gpuserve.engines import get_engine
 from pytest_gpuserve.engines.flags import cache_root
 from pytest_gpuserve.errors import EngineError, GpuserveError, ServerStartError, SpecError
+from pytest_gpuserve.redaction.redact import Redactor
 from pytest_gpuserve.server import paths, ports
 from pytest_gpuserve.server.record import load
 from pytest_gpuserve.spec import ServerSpec
@@ -112,6 +115,28 @@ def test_another_users_state_directory(state: Path) -> None:
     os.chown(state, 12345, 12345)
     with pytest.raises(GpuserveError, match="belongs to another user"):
         paths.state_root()
+
+
+def test_a_user_whose_home_nobody_knows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A uid without a name, as a container may have: no traceback, and no directory that is called ~."""
+
+    def unknown(user: object) -> None:
+        raise KeyError(user)
+
+    for name in ("HOME", "GPUSERVE_STATE", "XDG_STATE_HOME", "XDG_CACHE_HOME"):
+        monkeypatch.delenv(name, raising=False)
+    for name in ("getpwuid", "getpwnam"):
+        monkeypatch.setattr(pwd, name, unknown)
+    monkeypatch.setattr(tempfile, "tempdir", str(tmp_path / "temporary"))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "temporary").mkdir()
+    assert paths.state_root().parent == cache_root().parent == tmp_path / "temporary"
+    assert Redactor().redact("File ~/a.py") == "File ~/a.py"
+    monkeypatch.setenv("GPUSERVE_STATE", "~nobody/x")
+    assert paths.state_root() == tmp_path / "~nobody" / "x"
+    monkeypatch.setenv("XDG_CACHE_HOME", "relative")
+    cache_root()
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["temporary", "~nobody"]
 
 
 def test_the_order_of_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
