@@ -82,7 +82,7 @@ class Leasing:
                 on_wait=self._state.say,
                 evict_idle=self._evict,
                 limit=limit,
-                foreign="wait" if settings.foreign == "wait" else "raise",
+                foreign=settings.foreign if settings.foreign in ("wait", "ignore") else "raise",
                 label=spec.id,
                 session=self._state.owners,
             )

@@ -74,7 +74,7 @@ class Settings:
     retain: Literal["failure", "always"] = "failure"
     keep: int = 0
     gpus: str = "auto"
-    foreign: Literal["wait", "skip", "fail"] = "wait"
+    foreign: Literal["wait", "skip", "fail", "ignore"] = "wait"
     lease_timeout: float = 3600.0
     max_uses: int = 0
     override: Mapping[str, object] = field(default_factory=dict)
@@ -198,10 +198,10 @@ OPTIONS: tuple[Option, ...] = (
     ),
     Option(
         "foreign",
-        choice("wait", "skip", "fail"),
+        choice("wait", "skip", "fail", "ignore"),
         "wait",
-        "while processes that are none of ours use the GPUs: wait for them, skip or fail the test",
-        "wait|skip|fail",
+        "while processes that are none of ours use the GPUs: wait for them, skip or fail the test, or start beside",
+        "wait|skip|fail|ignore",
     ),
     Option("known-failures", lambda text, _: text, "", "file of cells that are expected to fail (docs/)", "FILE"),
     Option("lease-timeout", seconds, "3600", "how long a test may wait for GPUs that others hold", "SECONDS"),

@@ -98,14 +98,17 @@ class InUse:
     Attributes:
         strangers: to be waited for.
         ours: the memory is this session's own (a model in a test's process): to wait for it would be for ever.
+        passing: those of ``ours`` where a process other than pytest's own has some, which may be about to end.
     """
 
     strangers: dict[str, str] = field(default_factory=dict)
     ours: dict[str, str] = field(default_factory=dict)
+    passing: set[str] = field(default_factory=set)
 
 
 def in_use(root: Path, pool: GpuPool, now: Mapping[str, Gpu], session: Collection[ProcessId] = ()) -> InUse:
-    """Who is on the GPUs that nobody leased. What ``session`` and this process started is this session's own."""
+    """Who is on the GPUs that nobody leased. What ``session`` and this process started is this session's own. In most
+    containers NVML's pids mean nothing: there nobody can know whose memory is, and it counts as a stranger's."""
     found, same, family = InUse(), pids_match(), None
     for device in pool.devices:
         gpu = now.get(device.name)
@@ -113,7 +116,8 @@ def in_use(root: Path, pool: GpuPool, now: Mapping[str, Gpu], session: Collectio
             continue
         listed = gpu.processes or ()
         big = [p for p in listed if p.memory is None or p.memory > RELEASE_TOLERANCE]
-        loose = (gpu.memory_used or 0) - sum(p.memory or 0 for p in listed)
+        sized = all(p.memory is not None for p in listed)
+        loose = (gpu.memory_used or 0) - sum(p.memory or 0 for p in listed) if sized else 0
         if not big and loose <= FOREIGN_MEMORY:
             continue
         family = family or _family(session)
@@ -122,14 +126,15 @@ def in_use(root: Path, pool: GpuPool, now: Mapping[str, Gpu], session: Collectio
         if loose > FOREIGN_MEMORY:
             others.append(f"{size(loose)} in use by no visible process")
         openers = cuda_users(family, gpu.minor) if others and not same else []
-        if openers and len(big) <= len(openers):
-            held = ", ".join(others)
-            found.ours[device.name] = f"{device.label}: {held}, taken for {_names(openers)} of this session"
-        elif others:
+        if openers:
+            others.append(f"it may be {_names(openers)} of this session: --gpuserve-foreign=ignore starts beside it")
+        if others:
             found.strangers[device.name] = f"{device.label}: {', '.join(others)}"
         elif mine:
             sizes = ", ".join(f"{_names([p.pid])} of this session{_held(p)}" for p in mine)
             found.ours[device.name] = f"{device.label} is in use by {sizes}"
+            if not {p.pid for p in mine} <= {os.getpid(), *(process.pid for process in session)}:
+                found.passing.add(device.name)
     return found
 
 

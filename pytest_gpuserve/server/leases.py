@@ -156,7 +156,7 @@ def acquire(
     on_wait: Callable[[str], None],
     evict_idle: Callable[[], bool],
     limit: float,
-    foreign: Literal["wait", "raise"] = "wait",
+    foreign: Literal["wait", "raise", "ignore"] = "wait",
     label: str = "",
     session: Collection[ProcessId] = (),
 ) -> Lease:
@@ -167,7 +167,7 @@ def acquire(
         evict_idle: stops the caller's own idle servers, returns whether there were any. Called before waiting and
             every 0.1 s while waiting, so it must be cheap when there are none.
         limit: seconds to wait at most.
-        foreign: while the GPUs are used by processes that hold no lease, wait, or raise.
+        foreign: while the GPUs are used by processes that hold no lease, wait, raise, or take them all the same.
         label: for what, shown to others who wait: the spec's id.
         session: processes whose own GPU memory, as this one's, is never waited for.
 
@@ -189,20 +189,22 @@ def acquire(
             while True:
                 broken = quarantined(root, pool.devices, now)
                 seen = in_use(root, pool, now, session)
-                others = seen.strangers
-                usable = {d.name for d in pool.devices if d.name not in broken and d.name not in others}
-                usable -= {name for name, gpu in now.items() if gpu.error is not None}
+                beside = {**seen.ours, **(seen.strangers if foreign == "ignore" else {})}
+                others = {} if foreign == "ignore" else dict(seen.strangers)
+                sound = {d.name for d in pool.devices if d.name not in broken and d.name not in others}
+                sound -= {name for name, gpu in now.items() if gpu.error is not None}
                 _check_possible(count, pool, broken, now)
-                lease = _try(root, ticket, count, pool, usable - seen.ours.keys(), label) if seen.ours else None
-                if lease := lease or _try(root, ticket, count, pool, usable, label):
-                    lease.beside = {d.name: seen.ours[d.name] for d in lease.devices if d.name in seen.ours}
+                usable = _preferred(count, pool, sound, beside, seen.passing, time.monotonic() - begin)
+                if lease := _try(root, ticket, count, pool, usable, label):
+                    lease.beside = {d.name: beside[d.name] for d in lease.devices if d.name in beside}
                     return _with_baselines(lease, sampler, pool, now)
                 if not evicted:
                     evicted = True
                     evict_idle()
                     continue
-                text = wait_text(root, files.key(ticket), count, pool, broken, others)
-                blocked = bool(others) and not candidates(count, [d for d in pool.devices if d.name in usable])
+                told = {**others, **{name: beside[name] for name in sound - usable}}
+                text = wait_text(root, files.key(ticket), count, pool, broken, told)
+                blocked = bool(others) and not candidates(count, [d for d in pool.devices if d.name in sound])
                 blocked_since = (blocked_since or time.monotonic()) if blocked else None
                 if foreign == "raise" and blocked_since and time.monotonic() - blocked_since >= PATIENCE:
                     raise LeaseError(
@@ -222,6 +224,17 @@ def acquire(
                 now = _look(sampler, pool, 5.0)
     finally:
         files.withdraw(ticket, ticket_fd)
+
+
+def _preferred(
+    count: int, pool: GpuPool, sound: set[str], beside: Mapping[str, str], passing: set[str], waited: float
+) -> set[str]:
+    """Of the sound GPUs those to be taken now: none ``beside`` other memory where there are others, even if these are
+    leased for a while; for some seconds none whose memory is about to go, as that of a server that is ending."""
+    free = sound - beside.keys()
+    if candidates(count, [d for d in pool.devices if d.name in free]):
+        return free
+    return sound - passing if waited < PATIENCE else sound
 
 
 def _try(root: Path, ticket: Path, count: int, pool: GpuPool, usable: set[str], label: str) -> Lease | None:

@@ -9,7 +9,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -237,6 +237,9 @@ def test_memory_of_this_session_is_not_a_strangers(
         "GPU-1": f"GPU 1 is in use by pytest itself (pid {me}) of this session, 503 MiB, "
         f"pid {child.pid} (sleep) of this session, 8.4 GB"
     }
+    assert found.passing == {"GPU-1"}, "the child may be about to end"
+    alone = replace(mine, processes=(mine.processes or ())[:1])
+    assert not lease_status.in_use(root, pool, {"GPU-1": alone}).passing
     beside = replace(mine, processes=(*(mine.processes or ()), GpuProcess(1, 400 * MIB)))
     assert "pid 1 " in lease_status.in_use(root, pool, {"GPU-1": beside}).strangers["GPU-1"]
     monkeypatch.setattr(os, "getpid", lambda: 1 << 22)  # a sibling of theirs, under one controller
@@ -249,20 +252,28 @@ def test_memory_of_this_session_is_not_a_strangers(
 
 
 @pytest.mark.parametrize("processes", [(GpuProcess(1, 5000 * MIB),), (), None])
-def test_in_a_container_a_gpu_that_a_test_computes_on_is_taken_for_its_own(
+def test_in_a_container_nobody_knows_whose_memory_is(
     root: Path, monkeypatch: pytest.MonkeyPatch, processes: Any
 ) -> None:
-    """NVML's pids mean nothing there; that pid 1 is of this session would be a coincidence."""
+    """NVML's pids mean nothing there; that pid 1 is of this session would be a coincidence. Every process with a CUDA
+    context may have all GPUs open."""
     monkeypatch.setattr(lease_status, "pids_match", lambda: False)
     pool, seen = gpu_pool.GpuPool((device(),)), gpu(memory_used=5003 * MIB, processes=processes)
     (told,) = lease_status.in_use(root, pool, {"GPU-1": seen}).strangers.values()
     assert "user" not in told
+    assert "ignore" not in told
     monkeypatch.setattr(lease_status, "cuda_users", lambda pids, minor: [os.getpid()] if os.getpid() in pids else [])
     found = lease_status.in_use(root, pool, {"GPU-1": seen})
+    assert not found.ours
+    assert f"it may be pytest itself (pid {os.getpid()})" in found.strangers["GPU-1"]
+    assert "--gpuserve-foreign=ignore" in found.strangers["GPU-1"]
+
+
+def test_a_process_without_a_size_is_all_of_the_memory(root: Path) -> None:
+    pool, mine = gpu_pool.GpuPool((device(),)), gpu(memory_used=9000 * MIB, processes=(GpuProcess(os.getpid(), None),))
+    found = lease_status.in_use(root, pool, {"GPU-1": mine})
+    assert list(found.ours) == ["GPU-1"]
     assert not found.strangers
-    assert f"taken for pytest itself (pid {os.getpid()})" in found.ours["GPU-1"]
-    more = replace(seen, processes=tuple(GpuProcess(pid, 2000 * MIB) for pid in (1, 2)))
-    assert lease_status.in_use(root, pool, {"GPU-1": more}).strangers, "one of them is a stranger"
 
 
 def test_a_cuda_context_is_known_by_both_devices(tmp_path: Path) -> None:
@@ -277,19 +288,63 @@ def test_a_cuda_context_is_known_by_both_devices(tmp_path: Path) -> None:
             assert lease_status.cuda_users(me, 1, str(tmp_path)) == []
 
 
-def test_gpus_that_the_session_itself_uses_are_leased_last(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    own = Gpu(0, "GPU-0", "H", memory_used=506 * MIB, processes=(GpuProcess(os.getpid(), 503 * MIB),))
-    reading = Reading((own, Gpu(1, "GPU-1", "H", memory_used=0, processes=())))
-    monkeypatch.setattr(leases, "_look", lambda sampler, pool, limit: {g.uuid: g for g in reading.gpus})
-    pool = gpu_pool.gpu_pool(None, {}, lambda limit: reading)
+@pytest.fixture
+def two(monkeypatch: pytest.MonkeyPatch) -> Callable[..., gpu_pool.GpuPool]:
+    """A pool of two GPUs; the first is used by these processes."""
+
+    def made(*processes: GpuProcess) -> gpu_pool.GpuPool:
+        used = 3 * MIB + sum(p.memory or 0 for p in processes)
+        gpus = [
+            Gpu(0, "GPU-0", "H", memory_used=used, processes=processes),
+            Gpu(1, "GPU-1", "H", memory_used=0, processes=()),
+        ]
+        monkeypatch.setattr(leases, "_look", lambda sampler, pool, limit: {g.uuid: g for g in gpus})
+        return gpu_pool.gpu_pool(None, {}, lambda limit: Reading(tuple(gpus)))
+
+    return made
+
+
+def taken(lease: leases.Lease) -> list[int]:
+    return [device.index for device in lease.devices]
+
+
+def test_gpus_that_the_session_itself_uses_are_for_servers_that_need_them(root: Path, two: Any) -> None:
+    """Others are waited for, even if they are leased for a while: theirs is all the memory."""
+    pool = two(GpuProcess(os.getpid(), 20 << 30))
     first = leases.acquire(1, pool, on_wait=str, evict_idle=bool, limit=20.0)
-    assert [d.index for d in first.devices] == [1]
+    assert taken(first) == [1]
     assert not first.beside
-    second = leases.acquire(1, pool, on_wait=str, evict_idle=bool, limit=20.0)
-    assert [d.index for d in second.devices] == [0]
-    assert "pytest itself" in second.beside["GPU-0"]
+    said: list[str] = []
+    with pytest.raises(LeaseError):
+        leases.acquire(1, pool, on_wait=said.append, evict_idle=bool, limit=0.5)
+    assert "pytest itself" in said[0]
     first.release()
-    second.release()
+    both = leases.acquire(2, pool, on_wait=str, evict_idle=bool, limit=20.0)
+    assert taken(both) == [0, 1]
+    assert list(both.beside) == ["GPU-0"]
+    assert "pytest itself" in both.beside["GPU-0"]
+    both.release()
+
+
+def test_memory_that_is_about_to_go_is_waited_for_a_while(
+    root: Path, two: Any, child: procfs.ProcessId, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A server that is just ending is a child of the session as well."""
+    pool = two(GpuProcess(child.pid, 60 << 30))
+    with pytest.raises(LeaseError) as caught:
+        leases.acquire(2, pool, on_wait=str, evict_idle=bool, limit=0.5)
+    assert f"pid {child.pid} (sleep) of this session" in str(caught.value)
+    monkeypatch.setattr(leases, "PATIENCE", 0.3)
+    lease = leases.acquire(2, pool, on_wait=str, evict_idle=bool, limit=20.0)
+    assert list(lease.beside) == ["GPU-0"]
+    lease.release()
+
+
+def test_strangers_that_are_to_be_ignored(root: Path, two: Any) -> None:
+    pool = two(GpuProcess(1 << 22, 20 << 30))
+    lease = leases.acquire(2, pool, on_wait=str, evict_idle=bool, limit=20.0, foreign="ignore")
+    assert f"pid {1 << 22}" in lease.beside["GPU-0"]
+    lease.release()
 
 
 # Quarantine
