@@ -113,7 +113,7 @@ _HARMLESS = re.compile(
 
 
 _NO_KEY = re.compile(
-    r"sglang|vllm|llama|openai|gpuserve|pytest|python|engine|server|scheduler|worker|localhost|default|secret|password"
+    r"sglang|vllm|llama|openai|gpuserve|pytest|python|engine|server|scheduler|worker|localhost|default"
     r"|(?:local|dummy)[-_]key|no[-_]key|not[-_]needed",
     re.IGNORECASE,
 )

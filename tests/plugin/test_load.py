@@ -13,6 +13,7 @@ from pytest_gpuserve.plugin import marks
 
 AT_LOAD = {
     "pytest_gpuserve",
+    "pytest_gpuserve.home",
     "pytest_gpuserve.plugin",
     "pytest_gpuserve.plugin.fixtures",
     "pytest_gpuserve.plugin.hooks",
