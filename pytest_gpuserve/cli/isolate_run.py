@@ -7,7 +7,7 @@ import itertools
 import math
 import threading
 from collections.abc import Callable, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
@@ -215,8 +215,9 @@ class Isolation:
                     questions = questions[:1]  # others are compared with the base: not before it passed once
                 if not questions:
                     return cast(Finding, replay(make(), launches))
-                jobs = [threads.submit(self._ask, stage, variants, question) for question in questions]
+                jobs: list[Future[None]] = []
                 try:
+                    jobs += (threads.submit(self._ask, stage, variants, question) for question in questions)
                     for job in jobs:
                         job.result()
                 except BaseException:

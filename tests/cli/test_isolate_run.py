@@ -5,8 +5,10 @@ from __future__ import annotations
 import argparse
 import random
 import re
+import threading
 import time
 from collections.abc import Callable, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -141,6 +143,28 @@ def test_nothing_is_launched_beside_the_first_base(tmp_path: Path) -> None:
 
     assert Run(tmp_path, answer, width=3).run().status == "not_reproduced"
     assert len(begun) >= 4
+
+
+def test_an_interrupt_that_comes_as_a_launch_is_handed_out_stops_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The launch runs by then, and the end of its threads is waited for."""
+    stopped, submit = threading.Event(), ThreadPoolExecutor.submit
+
+    def answer(argv: Sequence[str]) -> Seen:
+        assert stopped.wait(30.0)
+        return ready(said("a"))
+
+    def interrupted(*words: Any) -> Any:
+        submit(*words)
+        raise KeyboardInterrupt
+
+    run = Run(tmp_path, answer)
+    monkeypatch.setattr(run, "stop", stopped.set)
+    monkeypatch.setattr(ThreadPoolExecutor, "submit", interrupted)
+    with pytest.raises(KeyboardInterrupt):
+        run.run()
+    assert stopped.is_set()
 
 
 def test_a_check_that_can_never_tell_ends_after_the_calibration(tmp_path: Path) -> None:

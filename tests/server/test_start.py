@@ -182,7 +182,10 @@ def test_a_spared_server_gets_no_third_budget(serve: Any, tagged: Any) -> None:
     assert tagged.alive() == {}
 
 
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")
 def test_interrupting_the_wait_ends_the_server(serve: Any, tagged: Any, wait_for: Wait) -> None:
+    """It may come between the opening of a file and the line that closes it: then Python warns, and closes it."""
+
     def interrupt() -> None:
         wait_for(tagged.alive)
         os.kill(os.getpid(), signal.SIGINT)
