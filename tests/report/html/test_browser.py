@@ -113,7 +113,7 @@ def page(scene, tmp_path):
 @pytest.fixture
 def session(scene, tmp_path):
     artifacts = tmp_path / "artifacts"
-    write_incident_page(scene().write(artifacts / "one"))
+    write_incident_page(scene().write(artifacts / "one"), above=True)
     cells = [
         {
             "id": f"sim-{spec}-{graph}",
