@@ -96,19 +96,16 @@ class Lease:
             ours: every pid the server ever had.
             label: whose leak it is (a test's node id), for the messages of later leases.
         """
-        bad: list[Release] = []
         seen: dict[str, Release] = {}
         try:
             if self.baselines and self._fds:
-                wait_release(self.baselines, ours=ours, limit=limit, seen=seen)
-                bad = [seen[device.name] for device in self.devices if not seen[device.name].free]
-                self._impose(seen, label)
-        except BaseException:  # Ctrl-C: whoever gets the GPU next must not find it half full
-            self._impose(seen, label)
-            raise
+                try:
+                    wait_release(self.baselines, ours=ours, limit=limit, seen=seen)
+                finally:  # after Ctrl-C too: whoever gets the GPU next must not find it half full
+                    self._impose(seen, label)
         finally:
             self.release()
-        return bad
+        return [found for found in seen.values() if not found.free]
 
     def _impose(self, seen: Mapping[str, Release], label: str) -> None:
         """Quarantine what is not known to be free; not what may be a stranger's."""
@@ -189,8 +186,9 @@ def acquire(
             while True:
                 broken = quarantined(root, pool.devices, now)
                 seen = in_use(root, pool, now, session)
-                beside = {**seen.ours, **(seen.strangers if foreign == "ignore" else {})}
-                others = {} if foreign == "ignore" else dict(seen.strangers)
+                beside, others = seen.ours, seen.strangers
+                if foreign == "ignore":
+                    beside, others = {**beside, **others}, {}
                 sound = {d.name for d in pool.devices if d.name not in broken and d.name not in others}
                 sound -= {name for name, gpu in now.items() if gpu.error is not None}
                 _check_possible(count, pool, broken, now)
