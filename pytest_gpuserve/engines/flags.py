@@ -9,7 +9,6 @@ import json
 import os
 import re
 import signal
-import stat
 import subprocess
 import tempfile
 import time
@@ -19,7 +18,7 @@ from pathlib import Path
 from typing import Any, Final
 
 from ..errors import EngineError
-from ..home import xdg
+from ..home import unfit, xdg
 from ..spec import ServerSpec
 from ..text import escape, one_line
 
@@ -224,13 +223,7 @@ def cache_root() -> Path:
             continue  # nobody knows the home directory
         with contextlib.suppress(OSError):
             root.mkdir(mode=0o700, parents=True, exist_ok=True)
-            state = root.lstat()
-            if (
-                state.st_uid == os.getuid()
-                and stat.S_ISDIR(state.st_mode)
-                and not state.st_mode & 0o022
-                and os.access(root, os.W_OK)
-            ):
+            if unfit(root) is None:
                 return root
     raise EngineError(
         f"no directory can be written for what gpuserve learns of engines: neither {base}/gpuserve nor one in "

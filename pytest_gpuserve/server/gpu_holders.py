@@ -11,7 +11,6 @@ import signal
 import time
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import dataclass
-from pathlib import Path
 
 from .. import procfs
 from ..errors import GpuserveError
@@ -164,10 +163,10 @@ def _spared(table: dict[int, procfs.Stat], limit: float) -> dict[int, str]:
         found[pid] = "this command, or what started it"
         pid = table[pid].ppid
     found.setdefault(1, "pid 1: all that runs here ends with it")
-    from .lease_files import DEFAULT, VARIABLE
+    from .lease_files import place
 
     with contextlib.suppress(OSError, GpuserveError):
-        if Path(os.environ.get(VARIABLE) or DEFAULT).is_dir():
+        if place().is_dir():
             for body in lease_holders():
                 with contextlib.suppress(KeyError, TypeError, ValueError):
                     holder = ProcessId(int(body["pid"]), int(body["start"]))

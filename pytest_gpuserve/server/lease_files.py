@@ -53,13 +53,18 @@ class LeaseError(GpuserveError):
         self.kind = kind
 
 
+def place() -> Path:
+    """Where the lease directory is, or would be: not made here."""
+    return Path(os.environ.get(VARIABLE) or DEFAULT)
+
+
 def directory() -> Path:
     """The directory, made when it is missing.
 
     Raises:
         LeaseError: it cannot be made, is a link or a file, or others could exchange files in it.
     """
-    path = Path(os.environ.get(VARIABLE) or DEFAULT)
+    path = place()
     advice = f"or set ${VARIABLE} to a directory that every user of the GPUs can write."
     try:
         path.mkdir(mode=0o700, parents=bool(os.environ.get(VARIABLE)))
@@ -290,11 +295,18 @@ def entries(root: Path, kind: str) -> list[Entry]:
             with contextlib.suppress(OSError):
                 path.unlink()
             continue
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            body = json.loads(read(path))
-            if isinstance(body, dict):
+        with contextlib.suppress(OSError):
+            if (body := body_of(path)) is not None:
                 found.append(Entry(path, body, path.lstat().st_mtime))
     return found
+
+
+def body_of(path: Path) -> dict[str, Any] | None:
+    """What a ticket or lease says, which anybody may have written; None where that is nothing."""
+    with contextlib.suppress(OSError, ValueError, RecursionError):
+        body = json.loads(read(path))
+        return body if isinstance(body, dict) else None
+    return None
 
 
 def sweep(root: Path) -> None:

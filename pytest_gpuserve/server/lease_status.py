@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import json
 import os
 import threading
 import time
@@ -32,17 +31,15 @@ def waiting(held: Collection[Device] | None = None) -> bool:
 
     Cheap (a directory listing), and never makes the directory. With ``held`` only waits count that these could end.
     """
-    root = Path(os.environ.get(files.VARIABLE) or files.DEFAULT)
+    root = files.place()
     names = None if held is None else {device.name for device in held}
     for path in root.glob("ticket-*"):
         if path.name.split("-")[2:3] == [str(os.getpid())] or not files.locked(path):
             continue
         if names is None:
             return True
-        with contextlib.suppress(OSError, ValueError, RecursionError):
-            body = json.loads(files.read(path))
-            if isinstance(body, dict) and shares(body, names):
-                return True
+        if (body := files.body_of(path)) is not None and shares(body, names):
+            return True
     return False
 
 

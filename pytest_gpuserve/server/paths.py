@@ -11,9 +11,9 @@ import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from .. import procfs, shell
+from .. import procfs
 from ..errors import GpuserveError
-from ..home import expanded, xdg
+from ..home import expanded, unfit, xdg
 from ..spec import ServerSpec
 
 STATE_VARIABLE = "GPUSERVE_STATE"
@@ -142,17 +142,8 @@ def _made(path: Path) -> str | None:
 def _unfit(path: Path) -> str | None:
     """None when nobody else can exchange what is in it; else why it cannot be used. Changes nothing."""
     try:
-        found = path.lstat()
-        if not stat.S_ISDIR(found.st_mode):
-            return f"{path} is a link or no directory"
-        if found.st_uid != os.geteuid():
-            return f"{path} belongs to another user"
-        if found.st_mode & 0o022:
-            return (
-                f"others may write {path} (mode {stat.S_IMODE(found.st_mode):04o}): chmod go-w {shell.word(str(path))}"
-            )
-        if not os.access(path, os.W_OK | os.X_OK):
-            return f"{path} cannot be written"
+        if why := unfit(path):
+            return why
         with contextlib.suppress(FileNotFoundError):
             if not stat.S_ISDIR((path / SESSIONS).lstat().st_mode):
                 return f"{path / SESSIONS} is a link or no directory"

@@ -12,14 +12,24 @@ from pathlib import Path
 
 from .. import procfs
 from ..gpu import RELEASE_TOLERANCE, Gpu
-from ..text import foreign_json
-from .lease_files import DEFAULT, VARIABLE, read
+from ..shape import Maybe, parsed
+from .lease_files import place, read
 from .lease_policy import Device
 
 ADVICE = (
     "It ends when the memory is back; `gpuserve reap --devices` shows who holds it, and with --lift GPU ends the "
     "quarantine of that GPU at once."
 )
+
+
+_SHAPE = {
+    "device": str,
+    "why": str,
+    "label": str,
+    "boot": str,
+    "memory_used": Maybe(int),
+    "processes": [[int]],
+}
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,7 +85,7 @@ def quarantined(root: Path, devices: Sequence[Device], now: Mapping[str, Gpu]) -
     found: dict[str, Quarantined] = {}
     for device in devices:
         for path in root.glob(f"quarantine-{device.name.replace('/', '_')}-*"):
-            with contextlib.suppress(OSError, ValueError, RecursionError):
+            with contextlib.suppress(OSError, ValueError):
                 sentence = _read(path)
                 if _over(sentence, now.get(device.name)):
                     path.unlink()
@@ -89,12 +99,12 @@ def imposed(root: Path | None = None) -> Iterator[tuple[Path, str, Quarantined |
 
     ``root``: by default the directory of all leases, which is never made here.
     """
-    root = root or Path(os.environ.get(VARIABLE) or DEFAULT)
+    root = root or place()
     for path in sorted(root.glob("quarantine-*")):
         name = path.name.removeprefix("quarantine-").rpartition("-")[0]
         try:
             sentence = _read(path)
-        except (OSError, ValueError, RecursionError):
+        except (OSError, ValueError):
             yield path, name, None
         else:
             if sentence.boot == _boot():
@@ -110,18 +120,13 @@ class _Sentence:
 
 
 def _read(path: Path) -> _Sentence:
-    """What the file says, which anybody may have written. Raises OSError, ValueError, RecursionError."""
-    body = foreign_json(read(path))
-    body = body if isinstance(body, dict) else {}
-    device, why, label, boot = (body.get(key) for key in ("device", "why", "label", "boot"))
-    memory, processes = body.get("memory_used"), body.get("processes")
-    match device, why, label, boot, processes:
-        case str(), str(), str(), str(), list() if memory is None or type(memory) is int:
-            watched = [entry for entry in processes if isinstance(entry, list) and [*map(type, entry)] == [int, int]]
-            if len(watched) == len(processes):
-                told = Quarantined(device, why, label)
-                return _Sentence(told, boot, memory, tuple(procfs.ProcessId(*entry) for entry in watched))
-    raise ValueError("no sentence")
+    """What the file says, which anybody may have written. Raises OSError, ValueError."""
+    body = parsed(read(path), _SHAPE)
+    if any(len(entry) != 2 for entry in body["processes"]):
+        raise ValueError("no process")
+    told = Quarantined(body["device"], body["why"], body["label"])
+    watched = tuple(procfs.ProcessId(*entry) for entry in body["processes"])
+    return _Sentence(told, body["boot"], body.get("memory_used"), watched)
 
 
 def _over(sentence: _Sentence, now: Gpu | None) -> bool:

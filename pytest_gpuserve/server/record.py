@@ -11,7 +11,7 @@ from functools import cached_property
 from pathlib import Path
 from typing import Any
 
-from .. import foreign, procfs
+from .. import foreign, procfs, shape
 from ..errors import GpuserveError
 from ..procfs import ProcessId
 from ..redaction.redact import Redactor
@@ -187,12 +187,12 @@ def proof(directory: Path) -> tuple[str, ProcessId | None]:
 def _mapping(path: Path) -> dict[str, Any] | None:
     """None: there is no such file; {}: it is broken."""
     try:
-        found = json.loads(foreign.whole(path))
+        found: dict[str, Any] = shape.read(path, shape.OBJECT)
     except FileNotFoundError:
         return None
-    except (OSError, ValueError, RecursionError):
+    except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return found
 
 
 def processes(record: ServerRecord) -> list[procfs.Stat]:
